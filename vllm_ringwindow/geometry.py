@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a sliding window lives inside a ring of fixed blocks.
+
+Pure functions, no vLLM import. Read this file first; everything else names it.
+
+Symbols: ``W`` window in tokens, counting the current one (query ``p`` sees keys
+``p-W+1 .. p``); ``bs`` block size in tokens; ``R`` ring blocks a request holds in
+one sliding-window group; logical block ``i`` = tokens ``[i*bs, (i+1)*bs)``.
+
+One request, one group, W=8, bs=4, R=3, 27 tokens so far::
+
+    logical block      0    1    2    3    4    5    6
+    scheduler's list   -    -    -    -    b    c    a    3 distinct blocks
+    worker's row       a    b    c    a    b    c    a    append-only, old ones stale
+    decode view                            b    c    a    base 4, seq_len 27-16 = 11
+
+The query at position 26 sees keys 19 .. 26, that is logical blocks 4 .. 6. When
+token 28 arrives, logical block 7 takes over the physical block of logical block
+7 - R = 4, in place: nothing is copied, only the index moves.
+"""
+
+from typing import TypeVar
+
+IntOrTensor = TypeVar("IntOrTensor")
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of ``a / b`` for ``b > 0``."""
+    return -(-a // b)
+
+
+def slot(position: IntOrTensor, capacity: int) -> IntOrTensor:
+    """Slot of an absolute position in a ring of ``capacity`` tokens.
+
+    A slot is not a position: RoPE and ALiBi need the absolute one.
+    """
+    return position % capacity  # type: ignore[operator]
+
+
+def start_slot(last_position: int, window: int, capacity: int) -> int:
+    """Slot of the oldest key that a query at ``last_position`` may see.
+
+    With ``capacity == window`` and a full ring this is the slot that the next
+    token overwrites.
+    """
+    return slot(max(0, last_position - window + 1), capacity)
+
+
+def visible(
+    query_position: IntOrTensor, key_position: IntOrTensor, window: int
+) -> IntOrTensor:
+    """The decode mask: true iff ``0 <= query - key < W`` (broadcasts on tensors)."""
+    distance = query_position - key_position  # type: ignore[operator]
+    return (0 <= distance) & (distance < window)
+
+
+def window_base(position: int, window: int, block_size: int) -> int:
+    """First logical block that the window of the query at ``position`` touches."""
+    return max(0, position - window + 1) // block_size
+
+
+def ring_blocks(window: int, block_size: int, roll_back: int = 0) -> int:
+    """``R``: blocks such that no position a query may read shares a slot.
+
+    ``roll_back`` counts the tokens between the oldest query that may still run and
+    the newest token that may already have a slot (0 in plain decode): rejected
+    speculative tokens, several query tokens per step, lookahead slots. The ``+ 1``
+    is alignment: ``W - 1 + roll_back`` tokens before the newest one can touch one
+    block more than they fill.
+    """
+    return cdiv(window - 1 + roll_back, block_size) + 1
+
+
+def context_blocks(num_computed: int, window: int, block_size: int) -> range:
+    """Logical blocks a chunk starting at ``num_computed`` reads before it writes.
+
+    Empty when nothing has been computed. These are copied in to staging.
+    """
+    if num_computed == 0:
+        return range(0)
+    return range(
+        window_base(num_computed, window, block_size), cdiv(num_computed, block_size)
+    )
+
+
+def chunk_blocks(num_computed: int, seq_len: int, block_size: int) -> range:
+    """Logical blocks that hold tokens ``[num_computed, seq_len)``.
+
+    Those with a physical block are copied out of staging.
+    """
+    return range(num_computed // block_size, cdiv(seq_len, block_size))
+
+
+def fits_in_place(
+    num_computed: int,
+    seq_len: int,
+    window: int,
+    block_size: int,
+    num_ring_blocks: int,
+    num_lookahead: int = 0,
+) -> bool:
+    """Whether a chunk may run on the ring itself, without staging.
+
+    True iff every block from the first query's window to the last slot the
+    scheduler gave out (``num_lookahead`` beyond ``seq_len``) is in the ring at once.
+    Always true for decode; true for any prompt that still fits the ring.
+    """
+    base = window_base(num_computed, window, block_size)
+    return cdiv(seq_len + num_lookahead, block_size) - base <= num_ring_blocks
