@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metadata builder that wraps an inner backend's two builders."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    max_decode_query_len,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from vllm_ringwindow.attention.metadata import (
+    InPlacePass,
+    PassThroughMetadata,
+    RingMetadata,
+    RingShape,
+    StagedPass,
+    group_rows,
+    in_place_view,
+    shape_check,
+    staged_view,
+)
+from vllm_ringwindow.attention.staging import staging_blocks
+from vllm_ringwindow.core.spec import RingWindowSpec
+
+
+class RingMetadataBuilder(AttentionMetadataBuilder):
+    """Builds :class:`RingMetadata`, or passes through when the group has no ring.
+
+    Prefill has an inner builder of its own: some keep per-step state.
+    """
+
+    inner_builder_cls: ClassVar[type[AttentionMetadataBuilder]]
+    supports_update_block_table = False  # a second group's rows need their own view
+    supports_draft_decode_metadata_update = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        args = (kv_cache_spec, layer_names, vllm_config, device)
+        self.in_place_builder = self.inner_builder_cls(*args)
+        self.reorder_batch_threshold = self.in_place_builder.reorder_batch_threshold
+        self.ring: RingShape | None = None
+        if isinstance(kv_cache_spec, RingWindowSpec):
+            self.staged_builder = self.inner_builder_cls(*args)
+            self.reorder_batch_threshold = max_decode_query_len(vllm_config)
+            self.ring = RingShape(
+                window=kv_cache_spec.sliding_window,
+                block_size=kv_cache_spec.block_size,
+                num_ring_blocks=kv_cache_spec.num_ring_blocks,
+                num_lookahead=vllm_config.num_lookahead_tokens,
+                decode_threshold=self.reorder_batch_threshold,
+                num_staging_blocks=staging_blocks(
+                    vllm_config, kv_cache_spec.sliding_window, kv_cache_spec.block_size
+                ),
+            )
+            shape_check(self.ring)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        inner = cls.inner_builder_cls.get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(inner, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> RingMetadata | PassThroughMetadata:
+        common = common_attn_metadata
+        if self.ring is None:
+            return PassThroughMetadata(
+                inner=self.in_place_builder.build(common_prefix_len, common, fast_build),
+                slots=common.slot_mapping,
+            )
+        if common.causal is not True:
+            raise NotImplementedError(
+                "ring: non-causal attention reached a sliding-window layer on a ring; "
+                "run this model without --attention-backend ring"
+            )
+        metadata = RingMetadata(num_actual_tokens=common.num_actual_tokens)
+        seq_lens = self._host_seq_lens(common)
+        query_start = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        for group in group_rows(query_start, seq_lens, self.ring):
+            if group.staged:
+                view, copies, num_blocks = staged_view(
+                    common, group, seq_lens, self.ring
+                )
+                start = int(query_start[group.first])
+                metadata.staged.append(
+                    StagedPass(
+                        tokens=slice(start, start + view.num_actual_tokens),
+                        slots=view.slot_mapping,
+                        num_blocks=num_blocks,
+                        inner=self.staged_builder.build(0, view, fast_build),
+                        **copies,
+                    )
+                )
+            else:
+                view = in_place_view(common, group, self.ring)
+                start = int(query_start[group.first])
+                metadata.in_place.append(
+                    InPlacePass(
+                        tokens=slice(start, start + view.num_actual_tokens),
+                        slots=view.slot_mapping,
+                        inner=self.in_place_builder.build(0, view, fast_build),
+                    )
+                )
+        return metadata
+
+    @staticmethod
+    def _host_seq_lens(common: CommonAttentionMetadata) -> np.ndarray:
+        """``[N]`` lengths on the host, exact for prefill rows (I12)."""
+        lens = common.seq_lens_cpu_upper_bound
+        if lens is None:
+            # Only where the device is the host: there is nothing to wait for.
+            assert common.seq_lens.device.type == "cpu"
+            lens = common.seq_lens
+        return lens[: common.num_reqs].numpy()

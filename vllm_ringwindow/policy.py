@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers go on rings, which pass through to stock, what is refused.
+
+One place decides, from the engine's configuration and a layer's traits; the start-up
+report (``report``) prints what was decided and why.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backend import AttentionType
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+BACKEND_NAME = "RING"
+KIND = "sliding_window"
+
+# Inner backend class path (what the platform chooses) -> its ring.
+RING_BACKENDS = {
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": (
+        "vllm_ringwindow.attention.cpu.RingCPUBackend"
+    ),
+}
+
+# Drafting that leaves the target's sliding-window layers alone.
+SUPPORTED_DRAFTING = frozenset({"ngram", "suffix"})
+
+
+def ring_requested(vllm_config: "VllmConfig") -> bool:
+    """Whether the user asked for rings, globally or for sliding-window layers."""
+    attention = vllm_config.attention_config
+    backend = attention.backend_per_kind.get(KIND, attention.backend)
+    return backend is not None and backend.name == BACKEND_NAME
+
+
+def check_supported(vllm_config: "VllmConfig") -> None:
+    """Refuse combinations that would be wrong, naming the option.
+
+    Raises:
+        ValueError: rings were asked for together with an option they cannot honour.
+    """
+    if not ring_requested(vllm_config):
+        return
+    kv_transfer = vllm_config.kv_transfer_config
+    if kv_transfer is not None and kv_transfer.is_kv_transfer_instance:
+        raise ValueError(
+            "--attention-backend ring cannot be combined with --kv-transfer-config "
+            f"(connector {kv_transfer.kv_connector!r}) yet: a connector would read "
+            "ring blocks that are overwritten in place. Drop one of the two options."
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            "--attention-backend ring cannot be combined with --enable-dbo (or "
+            "--ubatch-size): micro-batching splits a prefill across two forwards and "
+            "the ring has no blocks for what lies between. Drop one of the two options."
+        )
+
+
+def pass_through_reason(vllm_config: "VllmConfig") -> str | None:
+    """Why no layer of this engine goes on a ring, or None."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1:
+        return "--decode-context-parallel-size > 1"
+    if parallel.prefill_context_parallel_size > 1:
+        return "--prefill-context-parallel-size > 1"
+    if vllm_config.attention_config.use_non_causal:
+        return "non-causal attention"
+    spec = vllm_config.speculative_config
+    if spec is not None and spec.method not in SUPPORTED_DRAFTING:
+        return f"speculative method {spec.method!r} is not supported on rings yet"
+    for layer in vllm_config.compilation_config.static_forward_context.values():
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            return "layers share KV caches, which is not supported on rings yet"
+    return None
+
+
+def selector_reason(config: "AttentionSelectorConfig") -> str | None:
+    """Why a layer with these traits never goes on a ring, or None."""
+    if not config.has_sliding_window:
+        return "no sliding window"
+    if config.attn_type != AttentionType.DECODER:
+        return f"{config.attn_type} attention"
+    if config.use_mla or config.use_sparse:
+        return "MLA or sparse attention"
+    if config.use_rswa:
+        return "reference sliding window"
+    if config.use_mm_prefix:
+        return "multi-modal prefix attention, which is not supported on rings yet"
+    return None
+
+
+def layer_on_ring(layer: "Attention", vllm_config: "VllmConfig") -> bool:
+    """Whether a built layer's spec becomes a ring (it was routed to one)."""
+    return (
+        layer.get_attn_backend().__module__.startswith("vllm_ringwindow.")
+        and pass_through_reason(vllm_config) is None
+    )
