@@ -15,8 +15,8 @@ One request, one group, W=8, bs=4, R=3, 27 tokens so far::
     decode view                            b    c    a    base 4, seq_len 27-16 = 11
 
 The query at position 26 sees keys 19 .. 26, that is logical blocks 4 .. 6. When
-token 28 arrives, logical block 7 takes over the physical block of logical block
-7 - R = 4, in place: nothing is copied, only the index moves.
+position 28 is scheduled, logical block 7 takes over the physical block of logical
+block 7 - R = 4, in place: nothing is copied, only the index moves.
 """
 
 from typing import TypeVar
@@ -60,21 +60,28 @@ def window_base(position: int, window: int, block_size: int) -> int:
 
 
 def ring_blocks(window: int, block_size: int, roll_back: int = 0) -> int:
-    """``R``: blocks such that no position a query may read shares a slot.
+    """``R``: blocks such that no two logical blocks a query may read share one.
 
     ``roll_back`` counts the tokens between the oldest query that may still run and
     the newest token that may already have a slot (0 in plain decode): rejected
     speculative tokens, several query tokens per step, lookahead slots. The ``+ 1``
     is alignment: ``W - 1 + roll_back`` tokens before the newest one can touch one
     block more than they fill.
+
+    Tight for blocks, which is what the scheduler owns, frees and hashes: with
+    ``R - 1`` some alignment needs one physical block in two places. Single tokens
+    collide with ``R - 1`` only where ``W - 1 + roll_back`` is a multiple of the
+    block size.
     """
     return cdiv(window - 1 + roll_back, block_size) + 1
 
 
 def context_blocks(num_computed: int, window: int, block_size: int) -> range:
-    """Logical blocks a chunk starting at ``num_computed`` reads before it writes.
+    """Logical blocks with context of a chunk that starts at ``num_computed``.
 
-    Empty when nothing has been computed. These are copied in to staging.
+    From the first query's window to the block being filled (which is copied in even
+    when W = 1, since copy-out writes whole blocks). Empty when nothing has been
+    computed.
     """
     if num_computed == 0:
         return range(0)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+
+# Read by vLLM at import: engines in this process, no compilation.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tiny matrices: a second thread only waits, and waits busily on a shared machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from vllm.plugins import load_general_plugins
+
+from tests.harness import Models
+
+load_general_plugins()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
