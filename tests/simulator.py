@@ -105,8 +105,19 @@ def plan(
 ) -> KVCacheConfig:
     """vLLM's own planner on these specs, with ``num_blocks`` in the pool."""
     config.cache_config.num_gpu_blocks_override = num_blocks
+    config.cache_config.kv_cache_layout = "LBHNC"  # as the CPU backend resolves it
+    config.cache_config.num_gpu_blocks = num_blocks
     (kv_cache_config,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [1 << 40])
     return kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache_config])
+
+
+def smallest_pool(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+    """Blocks of the smallest pool that vLLM starts with (one is the null block)."""
+    groups = plan(config, specs, 100_000).kv_cache_groups
+    return 1 + sum(
+        -(-g.kv_cache_spec.max_memory_usage_bytes(config) // g.kv_cache_spec.page_size_bytes)
+        for g in groups
+    )
 
 
 @dataclass
@@ -396,7 +407,8 @@ class Simulator:
         shape = self.shapes[group]
         if shape is None:
             memory[slots // bs, slots % bs] = content
-            self._attend(memory, table, lens, counts, lens, rows, group, None)
+            window = getattr(self.specs[group], "sliding_window", None)
+            self._attend(memory, table, lens, counts, lens, rows, group, window)
             return
         groups = group_rows(bounds, lens, shape)
         for g in (g for g in groups if g.staged):
@@ -406,16 +418,16 @@ class Simulator:
             t = slice(bounds[g.first], bounds[g.last])
             put = view.slot_mapping
             staging[put // bs, put % bs] = content[t]
-            self._attend_view(staging, view, g, lens, rows, group, shape)
+            self._attend_view(staging, view, g, lens, rows, group)
             memory[copies["copy_out_to"]] = staging[copies["copy_out_from"]]
         for g in (g for g in groups if not g.staged):
             view = in_place_view(common, g, shape)
             t = slice(bounds[g.first], bounds[g.last])
             put = view.slot_mapping
             memory[put // bs, put % bs] = content[t]
-            self._attend_view(memory, view, g, lens, rows, group, shape)
+            self._attend_view(memory, view, g, lens, rows, group)
 
-    def _attend_view(self, memory, view, g, lens, rows, group, shape) -> None:
+    def _attend_view(self, memory, view, g, lens, rows, group) -> None:
         counts = (view.query_start_loc[1:] - view.query_start_loc[:-1]).numpy()
         self._attend(
             memory,
@@ -425,7 +437,7 @@ class Simulator:
             lens[g.first : g.last],
             rows[g.first : g.last],
             group,
-            shape.window,
+            self.specs[group].sliding_window,  # the layer's, not the shape's
         )
 
     def _attend(self, memory, table, view_lens, counts, lens, rows, group, window):
@@ -435,6 +447,7 @@ class Simulator:
             first_query = int(view_lens[r]) - int(counts[r])
             low = 0 if window is None else max(0, first_query - window + 1)
             shift = int(lens[r]) - int(view_lens[r])
+            assert int(view_lens[r]) <= table.shape[1] * bs, "the view is too narrow"
             if window is not None:  # the view begins where the window does, or before
                 assert low + shift == max(0, int(lens[r]) - int(counts[r]) - window + 1)
             view = torch.arange(low, int(view_lens[r]))

@@ -6,12 +6,25 @@ The worker asserts at every step that each query finds the right content in its 
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.simulator import VOCAB, Simulator, make_config, make_specs, plan
+from vllm.v1.core.block_pool import BlockPool
+
+from tests.simulator import (
+    VOCAB,
+    Simulator,
+    make_config,
+    make_specs,
+    plan,
+    smallest_pool,
+)
+from vllm_ringwindow.attention.metadata import staged_view
+from vllm_ringwindow.core.manager import RingBlockManager
+from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
 
 BS = 4
 
@@ -21,13 +34,15 @@ def model(models):
     return models("gemma3", 64)
 
 
-def simulate(model, *, windows, num_blocks=400, ring=True, block_size=BS, **options):
+def simulate(model, *, windows, spare_blocks=200, ring=True, block_size=BS, **options):
+    """A simulator over the smallest pool that starts plus ``spare_blocks``."""
     sim_options = {k: options.pop(k) for k in ("num_drafts", "seed") if k in options}
     block_sizes = options.pop("block_sizes", None)
     config = make_config(model, block_size=block_size, **options)
     specs = make_specs(
         config, windows, block_size, ring=ring, block_sizes=block_sizes
     )
+    num_blocks = smallest_pool(config, specs) + spare_blocks
     return Simulator(config, plan(config, specs, num_blocks), **sim_options)
 
 
@@ -43,7 +58,7 @@ workload = st.fixed_dictionaries(
         caching=st.booleans(),
         retention=st.sampled_from([0, None, 8]),
         asynchronous=st.booleans(),
-        num_blocks=st.integers(60, 400),
+        spare_blocks=st.integers(0, 120),
         lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
         shared=st.integers(0, 60),
         max_tokens=st.integers(1, 40),
@@ -65,7 +80,7 @@ def test_every_query_reads_what_was_written(model, case):
     sim = simulate(
         model,
         windows=layer_windows(case["layers"], case["window"]),
-        num_blocks=case["num_blocks"],
+        spare_blocks=case["spare_blocks"],
         max_num_batched_tokens=case["budget"],
         max_num_seqs=min(8, case["budget"]),
         max_model_len=192,
@@ -110,3 +125,200 @@ def test_rejected_drafts_never_cost_a_window(
     )
     sim.run([(0, p, 40) for p in prompts(random.Random(seed), lengths)])
     assert sim.pool.get_num_free_blocks() == sim.num_free_at_start
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    window=st.integers(1, 24),
+    layers=st.sampled_from(["S", "SF", "STF"]),
+    mixed_blocks=st.booleans(),
+    budget=st.integers(8, 80),
+    retention=st.sampled_from([0, None, 8, 16]),
+    asynchronous=st.booleans(),
+    turns=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 70), st.integers(1, 20)),
+        min_size=2,
+        max_size=7,
+    ),
+    seed=st.integers(0, 2**16),
+)
+def test_prefix_reuse_equals_stock(
+    model, window, layers, mixed_blocks, budget, retention, asynchronous, turns, seed
+):
+    """Chats that continue or fork earlier prompts, one at a time, an ample pool (I9).
+
+    ``turns``: (how to start, new tokens, tokens to generate); start 0 = the system
+    prompt, 1 = the last conversation, 2 = the last prompt without its answer.
+    """
+    windows = layer_windows(layers, window)
+    mixed_blocks = mixed_blocks and None in windows
+    sizes = [8 if w is None else 4 for w in windows] if mixed_blocks else None
+    cached = []
+    for ring in (False, True):
+        rng = random.Random(seed)
+        system = prompts(rng, [30])[0]
+        last_prompt = last_talk = system
+        sim = simulate(
+            model,
+            windows=windows,
+            ring=ring,
+            spare_blocks=3000,
+            block_sizes=sizes,
+            block_size=8 if mixed_blocks else BS,
+            max_num_batched_tokens=budget,
+            max_num_seqs=8,
+            max_model_len=1024,
+            enable_prefix_caching=True,
+            prefix_cache_retention_interval=retention,
+            asynchronous=asynchronous,
+        )
+        for start, new, answer in turns:
+            prompt = (system, last_talk, last_prompt)[start] + prompts(rng, [new])[0]
+            (tokens,) = sim.run([(0, prompt, answer)])[-1:]
+            last_prompt, last_talk = prompt, prompt + tokens
+        cached.append(
+            [n.num_computed_tokens for s in sim.steps for n in s.scheduled_new_reqs]
+        )
+    assert cached[0] == cached[1]
+
+
+# -- what the checking worker notices: break one thing at a time ------------------------
+
+
+def busy(model, **options):
+    """Chunks, wraps, shared prefixes in one step, a pool that preempts."""
+    rng = random.Random(7)
+    values = dict(
+        windows=[10, None],
+        spare_blocks=20,
+        max_num_batched_tokens=48,
+        max_model_len=192,
+        enable_prefix_caching=True,
+    )
+    sim = simulate(model, **(values | options))
+    head = prompts(rng, [21])[0]
+    tails = prompts(rng, [0, 0, 5, 60, 90, 90, 33, 1])
+    sim.run([(i // 3, head + tail, 40) for i, tail in enumerate(tails)])
+    return sim
+
+
+def test_the_busy_workload_is_busy(model):
+    sim = busy(model)
+    assert sum(len(s.preempted_req_ids or ()) for s in sim.steps) >= 2
+    assert any(n.num_computed_tokens for s in sim.steps for n in s.scheduled_new_reqs)
+    assert sim.reads > 1000
+
+
+def one_ring_block_short(monkeypatch):
+    size = RingWindowSpec.num_ring_blocks.fget
+    monkeypatch.setattr(
+        RingWindowSpec, "num_ring_blocks", property(lambda self: size(self) - 1)
+    )
+
+
+def same_step_hits_do_not_wait(monkeypatch):
+    cache_blocks = RingBlockManager.cache_blocks
+
+    def forgetful(self, *args, **kwargs):
+        cache_blocks(self, *args, **kwargs)
+        self._published.clear()
+
+    monkeypatch.setattr(RingBlockManager, "cache_blocks", forgetful)
+
+
+def context_is_released_a_block_early(monkeypatch):
+    skipped = RingBlockManager.get_num_skipped_tokens
+    monkeypatch.setattr(
+        RingBlockManager,
+        "get_num_skipped_tokens",
+        lambda self, n: skipped(self, n) + self.block_size if n else 0,
+    )
+
+
+def shared_blocks_are_recycled(monkeypatch):
+    monkeypatch.setattr(
+        BlockPool, "is_block_writable", lambda self, block: not block.is_null
+    )
+
+
+def copy_out_in_the_wrong_order(monkeypatch):
+    def broken(*args):
+        view, copies, num_blocks = staged_view(*args)
+        copies["copy_out_to"] = copies["copy_out_to"].flip(0)
+        return view, copies, num_blocks
+
+    monkeypatch.setattr("tests.simulator.staged_view", broken)
+
+
+def copy_in_forgets_the_oldest_block(monkeypatch):
+    def broken(*args):
+        view, copies, num_blocks = staged_view(*args)
+        for name in ("copy_in_from", "copy_in_to"):
+            copies[name] = copies[name][1:]
+        return view, copies, num_blocks
+
+    monkeypatch.setattr("tests.simulator.staged_view", broken)
+
+
+def retained_blocks_get_no_content(monkeypatch):
+    def broken(*args):
+        view, copies, num_blocks = staged_view(*args)
+        for name in ("copy_out_from", "copy_out_to"):
+            copies[name] = copies[name][-1:]
+        return view, copies, num_blocks
+
+    monkeypatch.setattr("tests.simulator.staged_view", broken)
+
+
+def window_one_short(monkeypatch):
+    shape = Simulator._shape
+
+    def broken(self, spec):
+        made = shape(self, spec)
+        return made and replace(made, window=made.window - 1)
+
+    monkeypatch.setattr(Simulator, "_shape", broken)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        one_ring_block_short,
+        same_step_hits_do_not_wait,
+        context_is_released_a_block_early,
+        shared_blocks_are_recycled,
+        copy_out_in_the_wrong_order,
+        copy_in_forgets_the_oldest_block,
+        retained_blocks_get_no_content,
+        window_one_short,
+    ],
+)
+def test_the_worker_notices(model, monkeypatch, fault):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        busy(model)
+
+
+def test_slack_for_rejected_drafts_is_needed(model, monkeypatch):
+    """k=3 drafts, W = 2 * block_size + 1: without the slack every output was wrong."""
+
+    def run():
+        sim = simulate(
+            model,
+            windows=[2 * BS + 1, None],
+            enable_prefix_caching=False,
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 2,
+            },
+            num_drafts=3,
+        )
+        sim.run([(0, p, 60) for p in prompts(random.Random(0), [1, 9, 30])])
+
+    run()
+    monkeypatch.setattr(
+        RingParams, "from_config", lambda config: RingParams(0, False)
+    )
+    with pytest.raises(AssertionError):
+        run()

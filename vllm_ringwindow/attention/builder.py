@@ -22,7 +22,6 @@ from vllm_ringwindow.attention.metadata import (
     StagedPass,
     group_rows,
     in_place_view,
-    shape_check,
     staged_view,
 )
 from vllm_ringwindow.attention.staging import staging_blocks
@@ -64,7 +63,6 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                     vllm_config, kv_cache_spec.sliding_window, kv_cache_spec.block_size
                 ),
             )
-            shape_check(self.ring)
 
     @classmethod
     def get_cudagraph_support(

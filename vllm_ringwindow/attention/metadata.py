@@ -22,8 +22,6 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_ringwindow import geometry
-
 
 @dataclass(frozen=True, kw_only=True)
 class RingShape:
@@ -264,13 +262,3 @@ def staged_view(
         copy_out_to=copy_out_to[keep],
     )
     return view, copies, int(offset[-1])
-
-
-def shape_check(shape: RingShape) -> None:
-    """A decode of ``decode_threshold`` tokens must always fit the ring."""
-    needed = geometry.ring_blocks(
-        shape.window,
-        shape.block_size,
-        shape.decode_threshold + shape.num_lookahead - 1,
-    )
-    assert needed <= shape.num_ring_blocks, (needed, shape)

@@ -25,13 +25,15 @@ class RingParams(NamedTuple):
     @classmethod
     def from_config(cls, vllm_config: "VllmConfig") -> Self:
         k = vllm_config.num_speculative_tokens
+        # k drafts of every batch in flight may be rejected and a step has 1 + k query
+        # tokens, but never more than the budget of the batches in flight; drafters
+        # write num_lookahead_tokens further ahead.
+        in_flight = min(
+            k * vllm_config.max_concurrent_batches + (1 + k),
+            vllm_config.max_in_flight_tokens,
+        )
         return cls(
-            # k drafts of every batch in flight may be rejected; a step has 1 + k
-            # query tokens; drafters write num_lookahead_tokens further ahead.
-            roll_back=k * vllm_config.max_concurrent_batches
-            + (1 + k)
-            + vllm_config.num_lookahead_tokens
-            - 1,
+            roll_back=in_flight - 1 + vllm_config.num_lookahead_tokens,
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         )
 
