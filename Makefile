@@ -7,7 +7,7 @@ VENV := .venv
 
 venv: $(VENV)/.installed
 
-$(VENV)/.installed: setup.py .ci/setup.sh
+$(VENV)/.installed: setup.py .ci/setup.sh .ci/vllm-metadata/setup.py
 	.ci/setup.sh $(PYTHON) $(VENV)
 	touch $@
 

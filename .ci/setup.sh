@@ -28,4 +28,7 @@ fi
 # fails to import (`operator torchvision::nms does not exist`).  Text needs none.
 "$python" -m pip uninstall -q -y torchvision torchaudio torchcodec
 
+# Without this, `vllm serve` of the CPU build stops before it parses its options.
+"$python" -m pip install -q ./.ci/vllm-metadata
+
 "$python" -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'

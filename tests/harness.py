@@ -7,7 +7,11 @@ managers' integrity after each scheduled step (``check_integrity``).
 
 import gc
 import itertools
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -34,6 +38,12 @@ DEFAULTS: dict[str, Any] = dict(
     num_gpu_blocks_override=800,
     kv_cache_memory_bytes=1 << 28,
 )
+
+# What ``conftest`` sets for engines in this process, and users do not have.
+TEST_ENVIRONMENT = ("VLLM_ENABLE_V1_MULTIPROCESSING", "OMP_NUM_THREADS")
+
+# What the line with the outputs begins with; vLLM logs to stdout too.
+ANSWERS = "ANSWERS "
 
 _ids = itertools.count()
 
@@ -242,3 +252,34 @@ def assert_equals_reference(
             abs(x - y) for x, y in zip(logprobs, output.logprobs, strict=True)
         )
         assert worst <= tolerance, worst
+
+
+def run_spawned(
+    model: str | Path,
+    backend: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    **options: Any,
+) -> list[Output]:
+    """Like :func:`run` with vLLM's defaults: the engine in processes of its own.
+
+    The config crosses process borders before any plugin is loaded there (H1).
+    """
+    job = dict(
+        model=str(model), options=backend | options, prompts=prompts, tokens=max_tokens
+    )
+    env = {k: v for k, v in os.environ.items() if k not in TEST_ENVIRONMENT}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.spawned"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        env=env | {"VLLM_LOGGING_LEVEL": "INFO"},
+        cwd=Path(__file__).parent.parent,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    if backend:
+        assert "ring: on rings: " in result.stdout + result.stderr
+    (line,) = (s for s in result.stdout.splitlines() if s.startswith(ANSWERS))
+    answers = json.loads(line.removeprefix(ANSWERS))
+    return [Output(tuple(t), tuple(lp), cached) for t, lp, cached in answers]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 270M on real text, as users start it: spawned engines and ``vllm serve``."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models import gemma3_270m, token_prompts
+from tests.harness import (
+    RING,
+    STOCK,
+    TEST_ENVIRONMENT,
+    assert_equals_reference,
+    assert_same,
+    run_spawned,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+W = 512
+OPTIONS = dict(
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=4096,
+    kv_cache_memory_bytes=1 << 30,
+)
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return gemma3_270m()
+
+
+@pytest.fixture(scope="module")
+def prompts(gemma):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    return token_prompts([40, W - 1, W, 700, 3 * W, 6 * W], tokenizer)
+
+
+@pytest.fixture(scope="module")
+def stock(gemma, prompts):
+    return run_spawned(gemma, STOCK, prompts, 48, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_batched_tokens=W // 2),
+        dict(max_num_batched_tokens=4 * W, enable_prefix_caching=False),
+    ],
+    ids=["chunks of W/2, caching", "chunks of 4W, no caching"],
+)
+def test_spawned_engines_equal_stock(gemma, prompts, stock, options):
+    ring = run_spawned(gemma, RING, prompts, 48, **OPTIONS, **options)
+    assert_same(stock, ring)
+
+
+def test_stock_equals_transformers_here(gemma, prompts, stock):
+    """So the ring does: what both are compared with is not both being wrong."""
+    assert_equals_reference(gemma, prompts[:4], stock[:4])
+
+
+@contextlib.contextmanager
+def server(model: Path, *options: str, log: Path):
+    """``vllm serve`` with its default multi-process engine; yields its base URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in TEST_ENVIRONMENT}
+    env["VLLM_LOGGING_LEVEL"] = "INFO"
+    command = [Path(sys.executable).parent / "vllm", "serve", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=env
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+SERVE = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=4096",
+    "--kv-cache-memory-bytes=1073741824",
+)
+ASK = {
+    "everywhere": ("--attention-backend", "ring"),
+    "sliding layers": (
+        "--attention-config",
+        '{"backend_per_kind": {"sliding_window": "ring"}}',
+    ),
+}
+
+
+def complete(url: str, **body) -> dict:
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(dict(temperature=0, max_tokens=40, logprobs=1) | body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]
+
+
+@pytest.fixture(scope="module")
+def served_by_stock(gemma, prompts, tmp_path_factory):
+    with server(gemma, *SERVE, log=tmp_path_factory.mktemp("serve") / "stock") as url:
+        return [complete(url, model=str(gemma), prompt=p) for p in prompts[2:5]]
+
+
+@pytest.mark.parametrize("how", ASK)
+def test_vllm_serve_answers_like_stock(gemma, prompts, served_by_stock, how, tmp_path):
+    log = tmp_path / "log"
+    with server(gemma, *SERVE, *ASK[how], log=log) as url:
+        answers = [complete(url, model=str(gemma), prompt=p) for p in prompts[2:5]]
+    assert "ring: on rings: 15 layers" in log.read_text()
+    for stock, ring in zip(served_by_stock, answers, strict=True):
+        assert ring["text"] == stock["text"]
+        assert ring["logprobs"]["token_logprobs"] == pytest.approx(
+            stock["logprobs"]["token_logprobs"], abs=1e-4
+        )
