@@ -158,7 +158,9 @@ def to_output(finished: Any) -> Output:
 
 
 @contextmanager
-def engine(model: str | Path, backend: dict[str, Any], **options: Any) -> Iterator[Engine]:
+def engine(
+    model: str | Path, backend: dict[str, Any], **options: Any
+) -> Iterator[Engine]:
     """An engine on ``model``; ``backend`` is ``STOCK``, ``RING`` or engine options."""
     llm = LLM(str(model), **(DEFAULTS | backend | options))
     running = Engine(llm)
@@ -210,8 +212,12 @@ class Models:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def __call__(self, kind: str, window: int | tuple[int, int], **overrides: Any) -> Path:
-        name = "-".join([kind, str(window), *(f"{k}={v}" for k, v in overrides.items())])
+    def __call__(
+        self, kind: str, window: int | tuple[int, int], **overrides: Any
+    ) -> Path:
+        name = "-".join(
+            [kind, str(window), *(f"{k}={v}" for k, v in overrides.items())]
+        )
         path = self.root / name.replace(" ", "").replace("/", "_")
         if not path.exists():
             tiny_model(kind, path, window=window, **overrides)
@@ -248,9 +254,7 @@ def assert_equals_reference(
     for prompt, output in zip(prompts, outputs, strict=True):
         logprobs, greedy = reference_logprobs(model, prompt, output.tokens)
         assert list(output.tokens) == greedy
-        worst = max(
-            abs(x - y) for x, y in zip(logprobs, output.logprobs, strict=True)
-        )
+        worst = max(abs(x - y) for x, y in zip(logprobs, output.logprobs, strict=True))
         assert worst <= tolerance, worst
 
 

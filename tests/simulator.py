@@ -53,7 +53,9 @@ from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
 VOCAB = 97
 
 
-def make_config(model: Path, *, asynchronous: bool = False, **options: Any) -> VllmConfig:
+def make_config(
+    model: Path, *, asynchronous: bool = False, **options: Any
+) -> VllmConfig:
     values: dict[str, Any] = dict(
         dtype="float32",
         skip_tokenizer_init=True,
@@ -115,7 +117,10 @@ def smallest_pool(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
     """Blocks of the smallest pool that vLLM starts with (one is the null block)."""
     groups = plan(config, specs, 100_000).kv_cache_groups
     return 1 + sum(
-        -(-g.kv_cache_spec.max_memory_usage_bytes(config) // g.kv_cache_spec.page_size_bytes)
+        -(
+            -g.kv_cache_spec.max_memory_usage_bytes(config)
+            // g.kv_cache_spec.page_size_bytes
+        )
         for g in groups
     )
 
@@ -291,7 +296,10 @@ class Simulator:
         for new in output.scheduled_new_reqs:
             tokens = list(new.prompt_token_ids)
             self.rows[new.req_id] = Row(
-                tokens, [[] for _ in self.specs], [list(b) for b in new.block_ids], len(tokens)
+                tokens,
+                [[] for _ in self.specs],
+                [list(b) for b in new.block_ids],
+                len(tokens),
             )
         cached = output.scheduled_cached_reqs
         computed = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
@@ -455,8 +463,8 @@ class Simulator:
             expected = torch.tensor(row.ids[group][low + shift : int(lens[r])])
             wrong = (found != expected).nonzero()
             assert not len(wrong), (
-                f"group {group}: position {low + shift + int(wrong[0])} of a request of "
-                f"{int(lens[r])} tokens is not what was written there"
+                f"group {group}: position {low + shift + int(wrong[0])} of a request "
+                f"of {int(lens[r])} tokens is not what was written there"
             )
             self.reads += len(view)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own planner makes of ring specs: never worse than stock (H15, case 18)."""
+"""What vLLM's planner makes of ring specs: never worse than stock (H15, case 18)."""
 
 import pytest
 from hypothesis import given, settings
@@ -92,7 +92,5 @@ def test_the_ring_starts_and_runs_with_the_smallest_pool_of_stock(model):
     options = dict(max_model_len=2 * W, max_num_batched_tokens=512)
     (_, _, smallest), _ = capacities(model, **options)
     for backend in (STOCK, RING):
-        with engine(
-            model, backend, num_gpu_blocks_override=smallest, **options
-        ) as e:
+        with engine(model, backend, num_gpu_blocks_override=smallest, **options) as e:
             assert len(e.run(random_prompts([2 * W - 9]), 8)[0].tokens) == 8

@@ -45,7 +45,7 @@ def mistral(models):
     return models("mistral", W)
 
 
-# -- logits equal to the naive window ---------------------------------------------------
+# -- logits equal to the naive window --------------------------------------------------
 
 
 def record_layers(monkeypatch):
@@ -53,9 +53,7 @@ def record_layers(monkeypatch):
     seen: dict[str, list[tuple[torch.Tensor, ...]]] = {}
     forward = RingCPUImpl.forward
 
-    def recording(
-        self, layer, query, key, value, kv_cache, metadata, output, **kwargs
-    ):
+    def recording(self, layer, query, key, value, kv_cache, metadata, output, **kwargs):
         result = forward(
             self, layer, query, key, value, kv_cache, metadata, output=output, **kwargs
         )
@@ -98,7 +96,7 @@ def test_every_ring_layer_equals_xformers_window_mask(gemma, monkeypatch, length
         assert (output - off_by_one).abs().max() > 1e-3
 
 
-# -- the window's edge -------------------------------------------------------------------
+# -- the window's edge -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [32, 512], ids=["chunked", "one-chunk"])
@@ -108,7 +106,11 @@ def test_the_token_on_the_edge_is_visible_and_the_next_one_is_not(models, budget
     last = len(prompt) - 1
 
     def changed(position):
-        return [*prompt[:position], (prompt[position] + 1) % 512, *prompt[position + 1 :]]
+        return [
+            *prompt[:position],
+            (prompt[position] + 1) % 512,
+            *prompt[position + 1 :],
+        ]
 
     one_layer = models("mistral", W, layers=1)
     options = dict(max_num_batched_tokens=budget, enable_prefix_caching=False)
@@ -141,7 +143,7 @@ def test_the_edge_moves_with_decode(models, generated):
         assert difference <= 1e-5
 
 
-# -- memory is flat ----------------------------------------------------------------------
+# -- memory is flat --------------------------------------------------------------------
 
 
 def count_pool_calls(e):
@@ -157,7 +159,7 @@ def count_pool_calls(e):
 
 
 def test_decode_of_eight_windows_takes_nothing_from_the_pool(mistral):
-    """All layers sliding, caching off: the pool is not even called after the first R."""
+    """All layers sliding, caching off: the pool is not even called after R blocks."""
     with engine(mistral, RING, enable_prefix_caching=False) as e:
         taken = count_pool_calls(e)
         held = []
@@ -194,7 +196,7 @@ def test_stock_does_take_blocks_in_decode(mistral):
     assert len(taken) > 8 * W // 32
 
 
-# -- the comparisons can fail ------------------------------------------------------------
+# -- the comparisons can fail ----------------------------------------------------------
 
 
 def window_off_by_one(monkeypatch):

@@ -29,7 +29,9 @@ from vllm_ringwindow.core.manager import RingBlockManager
 from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
 
 W = 64
-RING_FOR_SLIDING = {"attention_config": {"backend_per_kind": {"sliding_window": "ring"}}}
+RING_FOR_SLIDING = {
+    "attention_config": {"backend_per_kind": {"sliding_window": "ring"}}
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,8 @@ def gemma(models):
     return models("gemma3", W)
 
 
-def make_spec(params=RingParams(0, True), **changes):
+def make_spec(params=None, **changes):
+    params = params or RingParams(roll_back=0, prefix_caching=True)
     fields = dict(
         block_size=32,
         num_kv_heads=2,
@@ -50,13 +53,15 @@ def make_spec(params=RingParams(0, True), **changes):
     )
 
 
-# -- versions ----------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("found", ["0.31.4", "0.34.0", "1.0"])
 def test_an_unsupported_vllm_is_named(monkeypatch, found):
     monkeypatch.setattr(vllm_ringwindow, "version", lambda name: found)
-    with pytest.raises(ImportError, match=f"supports vLLM >=0.32,<0.34, found.*{found}"):
+    with pytest.raises(
+        ImportError, match=f"supports vLLM >=0.32,<0.34, found.*{found}"
+    ):
         vllm_ringwindow.vllm_version()
 
 
@@ -84,13 +89,16 @@ def test_geometry_and_reference_need_no_vllm():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
 
 
-# -- names and pickling (H1, H3) ---------------------------------------------------------
+# -- names and pickling (H1, H3) -------------------------------------------------------
 
 
 def test_registering_twice_changes_nothing():
     before = [patch.name for patch in compat.PATCHES], list(AttentionBackendEnum)
     vllm_ringwindow.register()
-    assert ([patch.name for patch in compat.PATCHES], list(AttentionBackendEnum)) == before
+    assert (
+        [patch.name for patch in compat.PATCHES],
+        list(AttentionBackendEnum),
+    ) == before
     from vllm.model_executor.layers.attention import Attention
 
     original = getattr(Attention.get_kv_cache_spec, compat.MARK)
@@ -133,7 +141,11 @@ def test_built_in_specs_stay_registered():
     spec = make_spec()
     assert KVCacheSpecRegistry.get_manager_class(spec) is RingBlockManager
     stock = SlidingWindowSpec(
-        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=W
+        block_size=32,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.float32,
+        sliding_window=W,
     )
     assert KVCacheSpecRegistry.get_manager_class(stock) is SlidingWindowManager
 
@@ -148,7 +160,7 @@ def test_changed_parameters_are_loud():
         compat._wrap(LLM, "generate", ["self", "nothing"], lambda *args: None)
 
 
-# -- the spec ----------------------------------------------------------------------------
+# -- the spec --------------------------------------------------------------------------
 
 
 def test_a_spec_survives_pickling_and_replace():
@@ -172,7 +184,11 @@ def test_promotion_to_full_attention_takes_the_spec_as_it_is():
 
 def test_ring_and_stock_layers_never_share_a_group():
     stock = SlidingWindowSpec(
-        block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=W
+        block_size=32,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.float32,
+        sliding_window=W,
     )
     assert make_spec().is_uniform_with_collection({"a": make_spec()})
     assert not make_spec().is_uniform_with_collection({"a": make_spec(), "b": stock})
@@ -185,11 +201,13 @@ def test_kernel_blocks_smaller_than_blocks_are_refused_by_name():
         spec.copy_with_new_block_size(16)
 
 
-# -- routing (H2, H11) -------------------------------------------------------------------
+# -- routing (H2, H11) -----------------------------------------------------------------
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("options", [RING, {"attention_backend": "ring"}, RING_FOR_SLIDING])
+@pytest.mark.parametrize(
+    "options", [RING, {"attention_backend": "ring"}, RING_FOR_SLIDING]
+)
 def test_every_way_to_ask_gives_rings_to_sliding_layers_only(gemma, options):
     with engine(gemma, options) as e:
         context = e.llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -226,7 +244,7 @@ def test_a_model_without_sliding_layers_runs_and_says_so(models):
     assert "ring: NOT in use: no layer of this model is on a ring" in said.lines
 
 
-# -- refused, by option name -------------------------------------------------------------
+# -- refused, by option name -----------------------------------------------------------
 
 
 def test_kv_connectors_are_refused_by_option(gemma):
@@ -256,7 +274,7 @@ def test_a_misspelt_backend_is_vllms_own_error(gemma):
         LLM(str(gemma), **DEFAULTS, attention_backend="rign")
 
 
-# -- what it says ------------------------------------------------------------------------
+# -- what it says ----------------------------------------------------------------------
 
 
 class Said(logging.Handler):
@@ -318,4 +336,6 @@ def test_staging_is_as_large_as_said_and_shared(gemma):
             if layer.sliding_window is not None
         }
         e.run(random_prompts([500, 900]), 8)
-        assert list(buffers.values()) == [((W + 512 - 2 + 31) // 32 + 1) * 2 * 2 * 32 * 32 * 4]
+        assert list(buffers.values()) == [
+            ((W + 512 - 2 + 31) // 32 + 1) * 2 * 2 * 32 * 32 * 4
+        ]

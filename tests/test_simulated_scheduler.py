@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from vllm.v1.core.block_pool import BlockPool
 
 from tests.simulator import (
@@ -39,9 +38,7 @@ def simulate(model, *, windows, spare_blocks=200, ring=True, block_size=BS, **op
     sim_options = {k: options.pop(k) for k in ("num_drafts", "seed") if k in options}
     block_sizes = options.pop("block_sizes", None)
     config = make_config(model, block_size=block_size, **options)
-    specs = make_specs(
-        config, windows, block_size, ring=ring, block_sizes=block_sizes
-    )
+    specs = make_specs(config, windows, block_size, ring=ring, block_sizes=block_sizes)
     num_blocks = smallest_pool(config, specs) + spare_blocks
     return Simulator(config, plan(config, specs, num_blocks), **sim_options)
 
@@ -118,8 +115,11 @@ def test_rejected_drafts_never_cost_a_window(
         max_num_seqs=4,
         max_model_len=192,
         enable_prefix_caching=caching,
-        speculative_config={"method": "ngram", "num_speculative_tokens": drafts,
-                            "prompt_lookup_max": 2},
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": drafts,
+            "prompt_lookup_max": 2,
+        },
         num_drafts=drafts,
         seed=seed,
     )
@@ -182,7 +182,7 @@ def test_prefix_reuse_equals_stock(
     assert cached[0] == cached[1]
 
 
-# -- what the checking worker notices: break one thing at a time ------------------------
+# -- what the checking worker notices: break one thing at a time -----------------------
 
 
 def busy(model, **options):
@@ -317,8 +317,6 @@ def test_slack_for_rejected_drafts_is_needed(model, monkeypatch):
         sim.run([(0, p, 60) for p in prompts(random.Random(0), [1, 9, 30])])
 
     run()
-    monkeypatch.setattr(
-        RingParams, "from_config", lambda config: RingParams(0, False)
-    )
+    monkeypatch.setattr(RingParams, "from_config", lambda config: RingParams(0, False))
     with pytest.raises(AssertionError):
         run()

@@ -59,7 +59,9 @@ def _wrap(owner: object, name: str, parameters: list[str], wrapper: Callable) ->
 
     setattr(patched, MARK, function)
     setattr(
-        owner, name, classmethod(patched) if isinstance(static, classmethod) else patched
+        owner,
+        name,
+        classmethod(patched) if isinstance(static, classmethod) else patched,
     )
 
 
@@ -191,7 +193,7 @@ def report_decision() -> None:
     )
     # The engine core imports it by name; workers never import the engine core.
     if core := sys.modules.get("vllm.v1.engine.core"):
-        core.get_kv_cache_configs = kv_cache_utils.get_kv_cache_configs
+        vars(core)["get_kv_cache_configs"] = kv_cache_utils.get_kv_cache_configs
 
 
 def _report_configs(original, vllm_config, kv_cache_specs, *args, **kwargs):

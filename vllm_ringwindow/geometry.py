@@ -34,7 +34,7 @@ def slot(position: IntOrTensor, capacity: int) -> IntOrTensor:
 
     A slot is not a position: RoPE and ALiBi need the absolute one.
     """
-    return position % capacity  # type: ignore[operator]
+    return position % capacity  # type: ignore
 
 
 def start_slot(last_position: int, window: int, capacity: int) -> int:

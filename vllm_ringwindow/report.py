@@ -62,7 +62,8 @@ def other_lines(vllm_config: "VllmConfig", config: KVCacheConfig) -> list[str]:
             reason = _why_not(vllm_config, name, group.kv_cache_spec)
             reasons[reason] = reasons.get(reason, 0) + 1
     return [
-        f"not on rings: {_count(number, 'layer')}: {why}" for why, number in reasons.items()
+        f"not on rings: {_count(number, 'layer')}: {why}"
+        for why, number in reasons.items()
     ]
 
 
@@ -123,8 +124,10 @@ def decision(vllm_config: "VllmConfig", config: KVCacheConfig) -> list[str]:
     if not lines:
         lines = ["NOT in use: no layer of this model is on a ring"]
     lines += other_lines(vllm_config, config)
-    if any(isinstance(_first_spec(g.kv_cache_spec), AttentionSpec)
-           for g in config.kv_cache_groups):
+    if any(
+        isinstance(_first_spec(g.kv_cache_spec), AttentionSpec)
+        for g in config.kv_cache_groups
+    ):
         ring, stock = blocks_per_request(vllm_config, config)
         block_bytes = max(t.size for t in config.kv_cache_tensors) / config.num_blocks
         lines.append(

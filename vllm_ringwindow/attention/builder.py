@@ -80,7 +80,9 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if self.ring is None:
             return PassThroughMetadata(
-                inner=self.in_place_builder.build(common_prefix_len, common, fast_build),
+                inner=self.in_place_builder.build(
+                    common_prefix_len, common, fast_build
+                ),
                 slots=common.slot_mapping,
             )
         if common.causal is not True:

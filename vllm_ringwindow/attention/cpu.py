@@ -45,5 +45,3 @@ class RingCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[RingCPUMetadataBuilder]:
         return RingCPUMetadataBuilder
-
-

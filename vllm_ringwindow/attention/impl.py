@@ -82,19 +82,33 @@ class RingImplMixin(AttentionImpl):
             )
 
         assert layer.kv_sharing_target_layer_name is None, "H8: not on a ring yet"
-        for p in attn_metadata.staged:
-            staging = self.staging.as_blocks_of(kv_cache, p.num_blocks)
-            t = p.tokens
-            staging[p.copy_in_to] = kv_cache[p.copy_in_from]
-            self.do_kv_cache_update(layer, key[t], value[t], staging, p.slots)
+        for staged in attn_metadata.staged:
+            t = staged.tokens
+            staging = self.staging.as_blocks_of(kv_cache, staged.num_blocks)
+            staging[staged.copy_in_to] = kv_cache[staged.copy_in_from]
+            self.do_kv_cache_update(layer, key[t], value[t], staging, staged.slots)
             super().forward(
-                layer, query[t], key[t], value[t], staging, p.inner, output[t], *scales
+                layer,
+                query[t],
+                key[t],
+                value[t],
+                staging,
+                staged.inner,
+                output[t],
+                *scales,
             )
-            kv_cache[p.copy_out_to] = staging[p.copy_out_from]
-        for p in attn_metadata.in_place:
-            t = p.tokens
-            self.do_kv_cache_update(layer, key[t], value[t], kv_cache, p.slots)
+            kv_cache[staged.copy_out_to] = staging[staged.copy_out_from]
+        for in_place in attn_metadata.in_place:
+            t = in_place.tokens
+            self.do_kv_cache_update(layer, key[t], value[t], kv_cache, in_place.slots)
             super().forward(
-                layer, query[t], key[t], value[t], kv_cache, p.inner, output[t], *scales
+                layer,
+                query[t],
+                key[t],
+                value[t],
+                kv_cache,
+                in_place.inner,
+                output[t],
+                *scales,
             )
         return output

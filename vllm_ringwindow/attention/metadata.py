@@ -164,9 +164,7 @@ def in_place_view(
     return common.replace(
         **fields,
         seq_lens=seq_lens - base * shape.block_size,
-        max_seq_len=min(
-            common.max_seq_len, shape.num_ring_blocks * shape.block_size
-        ),
+        max_seq_len=min(common.max_seq_len, shape.num_ring_blocks * shape.block_size),
         block_table_tensor=view,
         slot_mapping=common.slot_mapping[start : start + fields["num_actual_tokens"]],
     )
@@ -242,8 +240,12 @@ def staged_view(
         device, common.block_table_tensor.dtype
     )
     token_rows = np.repeat(np.arange(len(lens)), query_lens)
-    in_chunk = np.arange(query_lens.sum()) - np.repeat(bounds[:-1] - bounds[0], query_lens)
-    slots = (offset[token_rows] - base[token_rows]) * bs + computed[token_rows] + in_chunk
+    in_chunk = np.arange(query_lens.sum()) - np.repeat(
+        bounds[:-1] - bounds[0], query_lens
+    )
+    slots = (
+        (offset[token_rows] - base[token_rows]) * bs + computed[token_rows] + in_chunk
+    )
 
     fields = rows_of(common, group)
     slot_mapping = common.slot_mapping.new_full((fields["num_actual_tokens"],), -1)

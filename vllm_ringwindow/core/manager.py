@@ -265,9 +265,7 @@ class RingBlockManager(SlidingWindowManager):
         """Logical blocks that stock would retain and the ring gave up or skipped."""
         lent = self._lent.get(growth.request_id, ())
         end = min(end, growth.ring_first)
-        candidates = [
-            i for i in range(first, end) if i >= growth.first or i in lent
-        ]
+        candidates = [i for i in range(first, end) if i >= growth.first or i in lent]
         if not candidates:
             return []
         boundaries = [*replay_boundaries]

@@ -2,7 +2,7 @@
 """What one sliding-window layer's ring costs, in blocks and bytes."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
@@ -92,7 +92,9 @@ class RingWindowSpec(SlidingWindowSpec):
             max_in_flight_tokens, max_model_len
         )
 
-    def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
+    def is_uniform_with_collection(
+        self, kv_cache_specs: dict[str, KVCacheSpec]
+    ) -> bool:
         """Ring and stock sliding-window layers never share a group."""
         return super().is_uniform_with_collection(kv_cache_specs) and all(
             type(spec) is type(self) for spec in kv_cache_specs.values()
@@ -125,7 +127,7 @@ def _rebuild(ring: RingParams, init_fields: dict) -> RingWindowSpec:
     return ring_spec_class(ring)(**init_fields)
 
 
-@lru_cache(maxsize=None)
+@cache
 def ring_spec_class(ring: RingParams) -> type[RingWindowSpec]:
     """The ``RingWindowSpec`` whose instances carry ``ring``, one class per value.
 
