@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-TINY_KINDS = ("gemma3", "gemma2", "mistral", "two_windows", "gpt_oss")
+TINY_KINDS = ("gemma3", "gemma2", "mistral", "two_windows", "gpt_oss", "gemma3n")
 
 # Standard deviation of attention scores before the softmax.
 _SCORE_STD = 3.0
@@ -50,6 +50,25 @@ _TINY: dict[str, dict[str, Any]] = {
     },
     "mistral": {"num_hidden_layers": 4, "tie_word_embeddings": False},
     "two_windows": {"num_hidden_layers": 6, "tie_word_embeddings": False},
+    "gemma3n": {
+        "num_hidden_layers": 10,
+        "num_kv_shared_layers": 4,
+        "intermediate_size": [256] * 10,
+        "activation_sparsity_pattern": [0.0] * 10,
+        # vLLM takes the two layers before the shared ones as (sliding, full).
+        "layer_types": [
+            *(["sliding_attention"] * 5 + ["full_attention"]),
+            *(["sliding_attention"] * 3 + ["full_attention"]),
+        ],
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 512,
+        "laurel_rank": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "sliding_attention": _ROPE,
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
     "gpt_oss": {
         "num_hidden_layers": 4,
         "tie_word_embeddings": False,
@@ -102,7 +121,9 @@ def tiny_model(
             ``two_windows``: two sliding layers, one of each window, then one full
             (an EXAONE-MoE with dense MLPs, the stock architecture that takes a
             window per layer);
-            ``gpt_oss``: sliding and full in turn, with sinks.
+            ``gpt_oss``: sliding and full in turn, with sinks;
+            ``gemma3n``: 5 sliding, 1 full, 3 sliding, 1 full; the last 4 reuse the
+            KV of layers 4 and 5.
         out_dir: Created if missing.
         window: ``W`` in tokens; for ``two_windows`` a pair.
         layers: Number of decoder layers.
@@ -139,6 +160,7 @@ def _tiny_config(
     from transformers import (
         ExaoneMoeConfig,
         Gemma2Config,
+        Gemma3nTextConfig,
         Gemma3TextConfig,
         GptOssConfig,
         MistralConfig,
@@ -176,6 +198,7 @@ def _tiny_config(
         "mistral": MistralConfig,
         "two_windows": ExaoneMoeConfig,
         "gpt_oss": GptOssConfig,
+        "gemma3n": Gemma3nTextConfig,
     }[kind]
     return config_class(**(fields | overrides))
 
@@ -191,15 +214,21 @@ def _randomize(model: nn.Module, generator: torch.Generator) -> None:
     names = {name for name, _ in model.named_parameters()}
     has_qk_norm = any("q_norm" in name for name in names)
     tied = "lm_head.weight" not in names
-    # Gemma's RMSNorm multiplies by `1 + weight`, its embedding by sqrt(hidden_size).
+    # Gemma's embedding is multiplied by sqrt(hidden_size); its RMSNorm by 1 + weight,
+    # except in Gemma 3n.
     is_gemma = "gemma" in model.config.model_type
-    norm_offset = 1.0 if is_gemma else 0.0
+    norm_offset = 1.0 if is_gemma and "gemma3n" not in model.config.model_type else 0.0
     for name, param in model.named_parameters():
         fan_in = param.shape[-1]
-        if "norm" in name:
+        if any(part in name for part in ("altup", "laurel", "per_layer")):
+            # Gemma 3n's mixing of residual streams: loud weights make it chaotic.
+            param.copy_(normal(param, 0.02, float("norm" in name)))
+        elif "norm" in name:
             mean = 1.0
             if "q_norm" in name or "k_norm" in name:
-                mean = _SCORE_STD**0.5
+                # Gemma 3n does not scale scores by head_size ** -0.5.
+                scale = 32**-0.5 if "gemma3n" in model.config.model_type else 1.0
+                mean = (_SCORE_STD * scale) ** 0.5
             elif tied and "post_" in name:
                 # With tied embeddings the logits favour the last token; drown it.
                 mean = 4.0

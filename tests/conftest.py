@@ -10,12 +10,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny matrices: a second thread only waits, and waits busily on a shared machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
+
 import pytest
+from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
 from tests.harness import Models
 
 load_general_plugins()
+
+# Once a process is enough, and the second scan trips over modules that an earlier
+# engine imported (numba's, with ngram drafting): many engines share this process.
+register_overrides = current_platform.register_triton_kernel_overrides
+type(current_platform).register_triton_kernel_overrides = functools.cache(
+    lambda cls=None: register_overrides()
+)
 
 
 @pytest.fixture(scope="session")

@@ -191,6 +191,7 @@ class Simulator:
             num_staging_blocks=staging_blocks(
                 self.config, spec.sliding_window, spec.block_size
             ),
+            keep_staging=False,
         )
 
     # -- requests -------------------------------------------------------------

@@ -172,11 +172,12 @@ def _get_kv_cache_spec(original, self, vllm_config):
     from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
 
     spec = original(self, vllm_config)
-    if type(spec) is SlidingWindowSpec and policy.layer_on_ring(self, vllm_config):
-        return RingWindowSpec.from_sliding_window(
-            spec, RingParams.from_config(vllm_config)
-        )
-    return spec
+    if type(spec) is not SlidingWindowSpec or not policy.routed_to_ring(self):
+        return spec
+    if reason := policy.pass_through_reason(vllm_config):
+        logger.info_once("ring: sliding-window layers pass through: %s", reason)
+        return spec
+    return RingWindowSpec.from_sliding_window(spec, RingParams.from_config(vllm_config))
 
 
 # -- what was decided --------------------------------------------------------------

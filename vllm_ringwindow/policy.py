@@ -70,9 +70,6 @@ def pass_through_reason(vllm_config: "VllmConfig") -> str | None:
     spec = vllm_config.speculative_config
     if spec is not None and spec.method not in SUPPORTED_DRAFTING:
         return f"speculative method {spec.method!r} is not supported on rings yet"
-    for layer in vllm_config.compilation_config.static_forward_context.values():
-        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
-            return "layers share KV caches, which is not supported on rings yet"
     return None
 
 
@@ -91,9 +88,6 @@ def selector_reason(config: "AttentionSelectorConfig") -> str | None:
     return None
 
 
-def layer_on_ring(layer: "Attention", vllm_config: "VllmConfig") -> bool:
-    """Whether a built layer's spec becomes a ring (it was routed to one)."""
-    return (
-        layer.get_attn_backend().__module__.startswith("vllm_ringwindow.")
-        and pass_through_reason(vllm_config) is None
-    )
+def routed_to_ring(layer: "Attention") -> bool:
+    """Whether a built layer has a ring backend."""
+    return layer.get_attn_backend().__module__.startswith("vllm_ringwindow.")

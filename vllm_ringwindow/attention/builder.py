@@ -24,7 +24,7 @@ from vllm_ringwindow.attention.metadata import (
     in_place_view,
     staged_view,
 )
-from vllm_ringwindow.attention.staging import staging_blocks
+from vllm_ringwindow.attention.staging import sharing_targets, staging_blocks
 from vllm_ringwindow.core.spec import RingWindowSpec
 
 
@@ -62,6 +62,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                 num_staging_blocks=staging_blocks(
                     vllm_config, kv_cache_spec.sliding_window, kv_cache_spec.block_size
                 ),
+                keep_staging=not sharing_targets(vllm_config).isdisjoint(layer_names),
             )
 
     @classmethod
@@ -93,10 +94,12 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
         metadata = RingMetadata(num_actual_tokens=common.num_actual_tokens)
         seq_lens = self._host_seq_lens(common)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        num_blocks = 0
         for group in group_rows(query_start, seq_lens, self.ring):
             if group.staged:
+                first_block = num_blocks if self.ring.keep_staging else 0
                 view, copies, num_blocks = staged_view(
-                    common, group, seq_lens, self.ring
+                    common, group, seq_lens, self.ring, first_block
                 )
                 start = int(query_start[group.first])
                 metadata.staged.append(

@@ -6,7 +6,11 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer
 
 from vllm_ringwindow.attention.metadata import PassThroughMetadata, RingMetadata
-from vllm_ringwindow.attention.staging import Staging, staging_blocks
+from vllm_ringwindow.attention.staging import (
+    Staging,
+    sharing_targets,
+    staging_blocks,
+)
 
 
 class RingImplMixin(AttentionImpl):
@@ -43,16 +47,25 @@ class RingImplMixin(AttentionImpl):
 
     @property
     def staging(self) -> Staging:
+        """This layer's staging: shared, or its own if other layers read it (H8)."""
         if self._staging is None:
             config = self._vllm_config
-            key = (
+            key: tuple = (
                 id(config.compilation_config),  # one set per loaded model
                 self.num_kv_heads,
                 self.head_size,
                 self.kv_cache_dtype,
             )
+            layers = config.compilation_config.static_forward_context
+            for name in sharing_targets(config):
+                if layers[name].impl is self:
+                    key += (name,)
             self._staging = Staging.shared(key, config.device_config.device)
         return self._staging
+
+    def _staging_of_target(self, name: str) -> Staging:
+        layers = self._vllm_config.compilation_config.static_forward_context
+        return layers[name].impl.staging
 
     def forward(
         self,
@@ -81,34 +94,40 @@ class RingImplMixin(AttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata.inner, output, *scales
             )
 
-        assert layer.kv_sharing_target_layer_name is None, "H8: not on a ring yet"
+        # A sharing layer reads what its target wrote in this step and writes nothing
+        # (H8). Read at forward time: one drafter sets it late.
+        target = layer.kv_sharing_target_layer_name
+        staging_buffer = (
+            self.staging if target is None else self._staging_of_target(target)
+        )
         for staged in attn_metadata.staged:
             t = staged.tokens
-            staging = self.staging.as_blocks_of(kv_cache, staged.num_blocks)
-            staging[staged.copy_in_to] = kv_cache[staged.copy_in_from]
-            self.do_kv_cache_update(layer, key[t], value[t], staging, staged.slots)
-            super().forward(
-                layer,
-                query[t],
-                key[t],
-                value[t],
-                staging,
-                staged.inner,
-                output[t],
-                *scales,
-            )
-            kv_cache[staged.copy_out_to] = staging[staged.copy_out_from]
+            staging = staging_buffer.as_blocks_of(kv_cache, staged.num_blocks)
+            if target is None:
+                staging[staged.copy_in_to] = kv_cache[staged.copy_in_from]
+                self.do_kv_cache_update(layer, key[t], value[t], staging, staged.slots)
+            self._attend(layer, query, key, value, staging, staged, output, scales)
+            if target is None:
+                kv_cache[staged.copy_out_to] = staging[staged.copy_out_from]
         for in_place in attn_metadata.in_place:
             t = in_place.tokens
-            self.do_kv_cache_update(layer, key[t], value[t], kv_cache, in_place.slots)
-            super().forward(
-                layer,
-                query[t],
-                key[t],
-                value[t],
-                kv_cache,
-                in_place.inner,
-                output[t],
-                *scales,
-            )
+            if target is None:
+                self.do_kv_cache_update(
+                    layer, key[t], value[t], kv_cache, in_place.slots
+                )
+            self._attend(layer, query, key, value, kv_cache, in_place, output, scales)
         return output
+
+    def _attend(self, layer, query, key, value, cache, part, output, scales) -> None:
+        """The inner impl on one pass's tokens. A sharing layer has no key or value."""
+        t = part.tokens
+        super().forward(
+            layer,
+            query[t],
+            None if key is None else key[t],
+            None if value is None else value[t],
+            cache,
+            part.inner,
+            output[t],
+            *scales,
+        )

@@ -33,6 +33,7 @@ class RingShape:
     num_lookahead: int  # slots the scheduler gives out beyond seq_len
     decode_threshold: int  # query tokens that are always in place: 1 + k
     num_staging_blocks: int
+    keep_staging: bool  # other layers read it later in the step (KV sharing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class InPlacePass:
 class StagedPass:
     tokens: slice
     slots: torch.Tensor  # [tokens] slots of the new tokens in staging
-    num_blocks: int  # staging blocks in use
+    num_blocks: int  # staging blocks in use, those of earlier passes included
     copy_in_from: torch.Tensor  # ring blocks with context ...
     copy_in_to: torch.Tensor  # ... and where they go in staging
     copy_out_from: torch.Tensor  # staging blocks to keep ...
@@ -106,7 +107,11 @@ def group_rows(
         if (
             last is not None
             and last.staged == is_staged
-            and not (is_staged and used + blocks[row] > shape.num_staging_blocks)
+            and (
+                not is_staged
+                or shape.keep_staging
+                or used + blocks[row] <= shape.num_staging_blocks
+            )
         ):
             groups[-1] = RowGroup(last.first, row + 1, is_staged)
             used += blocks[row]
@@ -175,6 +180,7 @@ def staged_view(
     group: RowGroup,
     seq_lens: np.ndarray,
     shape: RingShape,
+    first_block: int = 0,
 ) -> tuple[CommonAttentionMetadata, dict[str, torch.Tensor], int]:
     """An identity table over staging, and the block copies around it.
 
@@ -186,10 +192,11 @@ def staged_view(
         group: the rows.
         seq_lens: ``[N]`` exact lengths of the batch's prefill rows (host).
         shape: the group's geometry.
+        first_block: where in staging to begin.
 
     Returns:
         The inner backend's view, the four copy index tensors of
-        :class:`StagedPass`, and the number of staging blocks in use.
+        :class:`StagedPass`, and the staging blocks in use up to the pass's end.
     """
     bs = shape.block_size
     bounds = common.query_start_loc_cpu[group.first : group.last + 1].numpy()
@@ -198,7 +205,7 @@ def staged_view(
     computed = lens - query_lens
     base = np.maximum(computed - shape.window + 1, 0) // bs
     num_blocks = -(-lens // bs) - base
-    offset = np.concatenate(([0], np.cumsum(num_blocks)))
+    offset = first_block + np.concatenate(([0], np.cumsum(num_blocks)))
     device = common.block_table_tensor.device
 
     def spread(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

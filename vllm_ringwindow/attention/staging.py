@@ -22,6 +22,13 @@ def staging_blocks(vllm_config: VllmConfig, window: int, block_size: int) -> int
     return min(cdiv(window + chunk - 2, block_size) + 1, cdiv(longest, block_size))
 
 
+def sharing_targets(vllm_config: VllmConfig) -> set[str]:
+    """Layers whose KV cache other layers read (Gemma 3n and Gemma 4)."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    targets = (getattr(x, "kv_sharing_target_layer_name", None) for x in layers)
+    return {target for target in targets if target is not None}
+
+
 class Staging:
     """A flat, zero-initialised buffer that is viewed as blocks of a KV cache.
 

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features beside rings: each equals stock with the same feature on."""
+
+import itertools
+
+import pytest
+
+from tests.harness import (
+    RING,
+    STOCK,
+    assert_same,
+    engine,
+    random_prompts,
+    run,
+)
+
+pytestmark = pytest.mark.engine
+
+W = 64
+LENGTHS = [10, W, 100, 300, 6 * W]
+CHUNKED = dict(max_num_batched_tokens=100)
+
+
+@pytest.fixture(scope="module")
+def gemma(models):
+    return models("gemma3", W)
+
+
+def equal_to_stock(model, prompts, max_tokens=48, **options):
+    """The ring in chunks of 100 tokens equals stock in one step."""
+    expected = run(model, STOCK, prompts, max_tokens, **options)
+    for caching in (True, False):
+        ring = run(
+            model,
+            RING,
+            prompts,
+            max_tokens,
+            enable_prefix_caching=caching,
+            **options,
+            **CHUNKED,
+        )
+        assert_same(expected, ring)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_kv_cache(gemma, dtype):
+    """Case 23: copies move raw bytes."""
+    equal_to_stock(gemma, random_prompts(LENGTHS), kv_cache_dtype=dtype)
+
+
+def test_fp8_with_sliding_layers_left_out(gemma):
+    """Two precisions share blocks: fresh blocks are zeroed, recycled ones not (I11)."""
+    equal_to_stock(
+        gemma,
+        random_prompts(LENGTHS),
+        kv_cache_dtype="fp8",
+        kv_cache_dtype_skip_layers=["sliding_window"],
+    )
+
+
+@pytest.mark.parametrize("fast_prefill", [False, True])
+def test_layers_that_share_kv_read_what_their_target_wrote(models, fast_prefill):
+    """Gemma 3n: the target's staging lives until the step ends (H8)."""
+    prompts = random_prompts(LENGTHS)
+    model = models("gemma3n", W)
+    expected = run(model, STOCK, prompts, 48)
+    with engine(model, RING, kv_sharing_fast_prefill=fast_prefill, **CHUNKED) as e:
+        assert len(e.rings) > 0
+        assert_same(expected, e.run(prompts, 48))
+
+
+def test_several_staged_prefills_of_a_shared_layer_keep_their_staging(models):
+    """More staged rows in a step than one chunk's staging holds."""
+    prompts = random_prompts([3 * W + i for i in range(8)])
+    model = models("gemma3n", W)
+    options = dict(max_num_batched_tokens=400, long_prefill_token_threshold=50)
+    expected = run(model, STOCK, prompts, 24)
+    assert_same(expected, run(model, RING, prompts, 24, **options))
+
+
+def test_a_sharing_layer_with_the_common_staging_is_noticed(models, monkeypatch):
+    monkeypatch.setattr(
+        "vllm_ringwindow.attention.impl.sharing_targets", lambda config: set()
+    )
+    prompts = random_prompts([3 * W, 6 * W])
+    model = models("gemma3n", W)
+    expected = run(model, STOCK, prompts, 24)
+    with pytest.raises(AssertionError):
+        assert_same(expected, run(model, RING, prompts, 24, **CHUNKED))
+
+
+def ngram(num_drafts):
+    return dict(
+        speculative_config=dict(
+            method="ngram",
+            num_speculative_tokens=num_drafts,
+            prompt_lookup_max=3,
+            prompt_lookup_min=1,
+        )
+    )
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_case_15_ngram_drafts_rejected_around_the_wrap(gemma, num_drafts):
+    """Prompts end at every offset around R * block_size; most drafts are rejected."""
+    prompts = [
+        list(itertools.islice(itertools.cycle(prompt[:7]), 96 + offset))
+        for offset, prompt in enumerate(random_prompts([7] * 9), start=-4)
+    ]
+    plain = run(gemma, RING, prompts, 100)
+    with engine(gemma, RING, **ngram(num_drafts), **CHUNKED) as e:
+        assert len(e.rings) == 5
+        drafted = e.run(prompts, 100)
+        assert any(s.scheduled_spec_decode_tokens for s in e.steps)
+    assert_same(plain, drafted)
+
+
+def test_drafting_by_a_model_passes_through_to_stock(models, gemma):
+    draft = models("mistral", 48, layers=1)
+    options = dict(
+        speculative_config=dict(
+            method="draft_model", model=str(draft), num_speculative_tokens=3
+        )
+    )
+    with engine(gemma, RING, **options) as e:
+        assert not e.rings
+        assert len(e.run(random_prompts([3 * W]), 8)[0].tokens) == 8
+
+
+def test_logit_bias_and_penalties(gemma):
+    prompts = random_prompts([40, 3 * W, 6 * W])
+    sampling = dict(
+        logit_bias={7: 5.0, 11: -100.0}, repetition_penalty=1.2, min_tokens=5
+    )
+    outputs = []
+    for backend in (STOCK, RING):
+        with engine(gemma, backend, **CHUNKED) as e:
+            outputs.append(e.run(prompts, 40, **sampling))
+    assert_same(*outputs)
+
+
+def test_priority_scheduling(gemma):
+    prompts = random_prompts([30, 40, 50, 60, 35, 45])
+    expected = run(gemma, STOCK, prompts, 200)
+    options = dict(
+        scheduling_policy="priority", max_model_len=480, num_gpu_blocks_override=62
+    )
+    with engine(gemma, RING, **options) as e:
+        assert_same(expected, e.run(prompts, 200))
+        assert e.num_preemptions >= 2
