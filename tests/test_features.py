@@ -69,24 +69,22 @@ def test_layers_that_share_kv_read_what_their_target_wrote(models, fast_prefill)
         assert_same(expected, e.run(prompts, 48))
 
 
-def test_several_staged_prefills_of_a_shared_layer_keep_their_staging(models):
-    """More staged rows in a step than one chunk's staging holds."""
+MANY_STAGED = dict(max_num_batched_tokens=400, long_prefill_token_threshold=50)
+
+
+def test_several_staged_prefills_of_a_shared_layer_keep_their_staging(
+    models, monkeypatch
+):
+    """More staged rows in a step than one chunk's staging holds; and the negative."""
     prompts = random_prompts([3 * W + i for i in range(8)])
     model = models("gemma3n", W)
-    options = dict(max_num_batched_tokens=400, long_prefill_token_threshold=50)
     expected = run(model, STOCK, prompts, 24)
-    assert_same(expected, run(model, RING, prompts, 24, **options))
-
-
-def test_a_sharing_layer_with_the_common_staging_is_noticed(models, monkeypatch):
+    assert_same(expected, run(model, RING, prompts, 24, **MANY_STAGED))
     monkeypatch.setattr(
-        "vllm_ringwindow.attention.impl.sharing_targets", lambda config: set()
+        "vllm_ringwindow.attention.builder.sharing_targets", lambda config: set()
     )
-    prompts = random_prompts([3 * W, 6 * W])
-    model = models("gemma3n", W)
-    expected = run(model, STOCK, prompts, 24)
     with pytest.raises(AssertionError):
-        assert_same(expected, run(model, RING, prompts, 24, **CHUNKED))
+        assert_same(expected, run(model, RING, prompts, 24, **MANY_STAGED))
 
 
 def ngram(num_drafts):
