@@ -45,12 +45,12 @@ def prompts(gemma):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gemma)
-    return token_prompts([40, W - 1, W, 700, 3 * W, 6 * W], tokenizer)
+    return token_prompts([40, W, 700, 4 * W], tokenizer)
 
 
 @pytest.fixture(scope="module")
 def stock(gemma, prompts):
-    return run_spawned(gemma, STOCK, prompts, 48, **OPTIONS)
+    return run_spawned(gemma, STOCK, prompts, 24, **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def stock(gemma, prompts):
     ids=["chunks of W/2, caching", "chunks of 4W, no caching"],
 )
 def test_spawned_engines_equal_stock(gemma, prompts, stock, options):
-    ring = run_spawned(gemma, RING, prompts, 48, **OPTIONS, **options)
+    ring = run_spawned(gemma, RING, prompts, 24, **OPTIONS, **options)
     assert_same(stock, ring)
 
 
 def test_stock_equals_transformers_here(gemma, prompts, stock):
     """So the ring does: what both are compared with is not both being wrong."""
-    assert_equals_reference(gemma, prompts[:4], stock[:4])
+    assert_equals_reference(gemma, prompts[:3], stock[:3])
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ ASK = {
 def complete(url: str, **body) -> dict:
     request = urllib.request.Request(
         f"{url}/v1/completions",
-        json.dumps(dict(temperature=0, max_tokens=40, logprobs=1) | body).encode(),
+        json.dumps(dict(temperature=0, max_tokens=24, logprobs=1) | body).encode(),
         {"Content-Type": "application/json"},
     )
     return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]
@@ -128,14 +128,14 @@ def complete(url: str, **body) -> dict:
 @pytest.fixture(scope="module")
 def served_by_stock(gemma, prompts, tmp_path_factory):
     with server(gemma, *SERVE, log=tmp_path_factory.mktemp("serve") / "stock") as url:
-        return [complete(url, model=str(gemma), prompt=p) for p in prompts[2:5]]
+        return [complete(url, model=str(gemma), prompt=p) for p in prompts[1:3]]
 
 
 @pytest.mark.parametrize("how", ASK)
 def test_vllm_serve_answers_like_stock(gemma, prompts, served_by_stock, how, tmp_path):
     log = tmp_path / "log"
     with server(gemma, *SERVE, *ASK[how], log=log) as url:
-        answers = [complete(url, model=str(gemma), prompt=p) for p in prompts[2:5]]
+        answers = [complete(url, model=str(gemma), prompt=p) for p in prompts[1:3]]
     assert "ring: on rings: 15 layers" in log.read_text()
     for stock, ring in zip(served_by_stock, answers, strict=True):
         assert ring["text"] == stock["text"]

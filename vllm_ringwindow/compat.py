@@ -177,7 +177,9 @@ def _get_kv_cache_spec(original, self, vllm_config):
     if reason := policy.pass_through_reason(vllm_config):
         logger.info_once("ring: sliding-window layers pass through: %s", reason)
         return spec
-    return RingWindowSpec.from_sliding_window(spec, RingParams.from_config(vllm_config))
+    spec = RingWindowSpec.from_sliding_window(spec, RingParams.from_config(vllm_config))
+    self.impl.reserve_staging(spec)
+    return spec
 
 
 # -- what was decided --------------------------------------------------------------

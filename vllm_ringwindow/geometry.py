@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a sliding window lives inside a ring of fixed blocks.
 
-Pure functions, no vLLM import. Read this file first; everything else names it.
+Pure functions without vLLM; the block arithmetic takes ints, NumPy arrays and torch
+tensors alike. Read this file first; everything else names it.
 
 Symbols: ``W`` window in tokens, counting the current one (query ``p`` sees keys
 ``p-W+1 .. p``); ``bs`` block size in tokens; ``R`` ring blocks a request holds in
@@ -19,12 +20,12 @@ position 28 is scheduled, logical block 7 takes over the physical block of logic
 block 7 - R = 4, in place: nothing is copied, only the index moves.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-IntOrTensor = TypeVar("IntOrTensor")
+IntOrTensor = TypeVar("IntOrTensor", bound=Any)
 
 
-def cdiv(a: int, b: int) -> int:
+def cdiv(a: IntOrTensor, b: int) -> IntOrTensor:
     """Ceiling of ``a / b`` for ``b > 0``."""
     return -(-a // b)
 
@@ -34,7 +35,7 @@ def slot(position: IntOrTensor, capacity: int) -> IntOrTensor:
 
     A slot is not a position: RoPE and ALiBi need the absolute one.
     """
-    return position % capacity  # type: ignore
+    return position % capacity
 
 
 def start_slot(last_position: int, window: int, capacity: int) -> int:
@@ -50,13 +51,14 @@ def visible(
     query_position: IntOrTensor, key_position: IntOrTensor, window: int
 ) -> IntOrTensor:
     """The decode mask: true iff ``0 <= query - key < W`` (broadcasts on tensors)."""
-    distance = query_position - key_position  # type: ignore[operator]
+    distance = query_position - key_position
     return (0 <= distance) & (distance < window)
 
 
-def window_base(position: int, window: int, block_size: int) -> int:
+def window_base(position: IntOrTensor, window: int, block_size: int) -> IntOrTensor:
     """First logical block that the window of the query at ``position`` touches."""
-    return max(0, position - window + 1) // block_size
+    oldest = position - window + 1
+    return oldest * (oldest > 0) // block_size
 
 
 def ring_blocks(window: int, block_size: int, roll_back: int = 0) -> int:
@@ -76,36 +78,39 @@ def ring_blocks(window: int, block_size: int, roll_back: int = 0) -> int:
     return cdiv(window - 1 + roll_back, block_size) + 1
 
 
-def context_blocks(num_computed: int, window: int, block_size: int) -> range:
-    """Logical blocks with context of a chunk that starts at ``num_computed``.
+def context_blocks(
+    num_computed: IntOrTensor, window: int, block_size: int
+) -> tuple[IntOrTensor, IntOrTensor]:
+    """First and last-plus-one logical block with context of a chunk.
 
-    From the first query's window to the block being filled (which is copied in even
-    when W = 1, since copy-out writes whole blocks). Empty when nothing has been
-    computed.
+    From the window of the chunk's first query, at ``num_computed``, to the block being
+    filled (which is copied in even when W = 1, since copy-out writes whole blocks).
+    Empty when nothing has been computed.
     """
-    if num_computed == 0:
-        return range(0)
-    return range(
-        window_base(num_computed, window, block_size), cdiv(num_computed, block_size)
+    return (
+        window_base(num_computed, window, block_size),
+        cdiv(num_computed, block_size),
     )
 
 
-def chunk_blocks(num_computed: int, seq_len: int, block_size: int) -> range:
-    """Logical blocks that hold tokens ``[num_computed, seq_len)``.
+def chunk_blocks(
+    num_computed: IntOrTensor, seq_len: IntOrTensor, block_size: int
+) -> tuple[IntOrTensor, IntOrTensor]:
+    """First and last-plus-one logical block of tokens ``[num_computed, seq_len)``.
 
     Those with a physical block are copied out of staging.
     """
-    return range(num_computed // block_size, cdiv(seq_len, block_size))
+    return num_computed // block_size, cdiv(seq_len, block_size)
 
 
 def fits_in_place(
-    num_computed: int,
-    seq_len: int,
+    num_computed: IntOrTensor,
+    seq_len: IntOrTensor,
     window: int,
     block_size: int,
     num_ring_blocks: int,
     num_lookahead: int = 0,
-) -> bool:
+) -> IntOrTensor:
     """Whether a chunk may run on the ring itself, without staging.
 
     True iff every block from the first query's window to the last slot the

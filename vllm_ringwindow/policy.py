@@ -25,7 +25,7 @@ RING_BACKENDS = {
 }
 
 # Drafting that leaves the target's sliding-window layers alone.
-SUPPORTED_DRAFTING = frozenset({"ngram", "suffix"})
+SUPPORTED_DRAFTING = frozenset({"ngram"})
 
 
 def ring_requested(vllm_config: "VllmConfig") -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ring around vLLM's CPU attention."""
 
-from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -17,15 +16,7 @@ class RingCPUMetadataBuilder(RingMetadataBuilder):
 
 
 class RingCPUImpl(RingImplMixin, CPUAttentionBackendImpl):
-    @property
-    def ring_window(self) -> int:
-        return self.sliding_window
-
-    def kv_bytes_per_token(self) -> int:
-        dtype = kv_cache_dtype_str_to_dtype(
-            self.kv_cache_dtype, self._vllm_config.model_config
-        )
-        return 2 * self.num_kv_heads * self.head_size * get_dtype_size(dtype)
+    pass
 
 
 class RingCPUBackend(CPUAttentionBackend):

@@ -11,6 +11,7 @@ from vllm_ringwindow.attention.staging import (
     sharing_targets,
     staging_blocks,
 )
+from vllm_ringwindow.core.spec import RingWindowSpec
 
 
 class RingImplMixin(AttentionImpl):
@@ -24,26 +25,12 @@ class RingImplMixin(AttentionImpl):
         self._vllm_config: VllmConfig = get_current_vllm_config()
         self._staging: Staging | None = None
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        super().process_weights_after_loading(act_dtype)
-        self._reserve_staging()
-
-    def _reserve_staging(self) -> None:
-        """Allocate staging at model load, so that memory profiling counts it."""
-        config = self._vllm_config
-        block_size = config.cache_config.block_size
-        window = self.ring_window
-        num_tokens = block_size * staging_blocks(config, window, block_size)
-        self.staging.reserve(num_tokens * self.kv_bytes_per_token())
-
-    @property
-    def ring_window(self) -> int:
-        """The layer's own window (I10), in tokens."""
-        raise NotImplementedError
-
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V that this layer stores per token."""
-        raise NotImplementedError
+    def reserve_staging(self, spec: RingWindowSpec) -> None:
+        """Allocate before memory is profiled (profile runs skip attention)."""
+        num_blocks = staging_blocks(
+            self._vllm_config, spec.sliding_window, spec.block_size
+        )
+        self.staging.reserve(num_blocks * spec.unpadded_page_size_bytes)
 
     @property
     def staging(self) -> Staging:

@@ -22,6 +22,14 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_ringwindow.geometry import (
+    cdiv,
+    chunk_blocks,
+    context_blocks,
+    fits_in_place,
+    window_base,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingShape:
@@ -93,13 +101,19 @@ def group_rows(
         shape: the group's geometry.
     """
     query_lens = np.diff(query_start)
-    base = np.maximum(seq_lens - query_lens - shape.window + 1, 0) // shape.block_size
-    end = -(-(seq_lens + shape.num_lookahead) // shape.block_size)
-    in_ring = end - base <= shape.num_ring_blocks
-    staged = ~in_ring
+    computed = seq_lens - query_lens
+    staged = ~fits_in_place(
+        computed,
+        seq_lens,
+        shape.window,
+        shape.block_size,
+        shape.num_ring_blocks,
+        shape.num_lookahead,
+    )
     # The kernel would read past the view: R is wrong, or the rows are.
     assert not (staged & (query_lens <= shape.decode_threshold)).any(), shape
-    blocks = -(-seq_lens // shape.block_size) - base
+    base = window_base(computed, shape.window, shape.block_size)
+    blocks = cdiv(seq_lens, shape.block_size) - base
     groups: list[RowGroup] = []
     used = 0
     for row, is_staged in enumerate(staged.tolist()):
@@ -158,7 +172,7 @@ def in_place_view(
     seq_lens = common.seq_lens[rows]
     query_start = common.query_start_loc[group.first : group.last + 1]
     first_query = seq_lens - (query_start[1:] - query_start[:-1])
-    base = (first_query - (shape.window - 1)).clamp_(min=0) // shape.block_size
+    base = window_base(first_query, shape.window, shape.block_size)
     table = common.block_table_tensor[rows]
     columns = base.long()[:, None] + torch.arange(
         shape.num_ring_blocks, device=table.device
@@ -203,8 +217,8 @@ def staged_view(
     lens = seq_lens[group.first : group.last].astype(np.int64)
     query_lens = np.diff(bounds)
     computed = lens - query_lens
-    base = np.maximum(computed - shape.window + 1, 0) // bs
-    num_blocks = -(-lens // bs) - base
+    base = window_base(computed, shape.window, bs)
+    num_blocks = cdiv(lens, bs) - base
     offset = first_block + np.concatenate(([0], np.cumsum(num_blocks)))
     device = common.block_table_tensor.device
 
@@ -222,13 +236,11 @@ def staged_view(
     def staged(rows: np.ndarray, logical: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(offset[rows] + logical - base[rows]).to(device)
 
-    # Context: geometry.context_blocks of every row.
-    in_rows, in_blocks = spread(base, -(-computed // bs))
+    in_rows, in_blocks = spread(*context_blocks(computed, shape.window, bs))
     copy_in_from = physical(in_rows, in_blocks)
 
-    # Chunk: geometry.chunk_blocks of every row, as far as physical.
-    first_chunk = computed // bs
-    out_rows, out_blocks = spread(first_chunk, -(-lens // bs))
+    first_chunk, end_chunk = chunk_blocks(computed, lens, bs)
+    out_rows, out_blocks = spread(first_chunk, end_chunk)
     copy_out_to = physical(out_rows, out_blocks)
     keep = copy_out_to != 0
     # A row is append-only: the block that the chunk began in may since belong to a

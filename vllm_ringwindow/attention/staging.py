@@ -53,7 +53,7 @@ class Staging:
         return staging
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the buffer at least ``num_bytes`` long (at model load)."""
+        """Make the buffer at least ``num_bytes`` long."""
         if num_bytes > self.buffer.numel():
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
