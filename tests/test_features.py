@@ -6,12 +6,14 @@ import itertools
 import pytest
 
 from tests.harness import (
+    DEFAULTS,
     RING,
     STOCK,
     assert_same,
     engine,
     random_prompts,
     run,
+    run_spawned,
 )
 
 pytestmark = pytest.mark.engine
@@ -146,3 +148,23 @@ def test_priority_scheduling(gemma):
     with engine(gemma, RING, **options) as e:
         assert_same(expected, e.run(prompts, 200))
         assert e.num_preemptions >= 2
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers(gemma, monkeypatch):
+    """Spawned workers, half the heads each; one NUMA node needs the binding spelt."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    prompts = random_prompts([10, 3 * W, 6 * W])
+    expected = run(gemma, STOCK, prompts, 24)
+    options = DEFAULTS | CHUNKED | dict(tensor_parallel_size=2)
+    assert_same(expected, run_spawned(gemma, RING, prompts, 24, **options))
+
+
+@pytest.mark.slow
+def test_a_compiled_model(gemma, monkeypatch):
+    """vLLM's default, without ``enforce_eager``: the attention op stays opaque."""
+    monkeypatch.delenv("VLLM_CPU_CI_ENV")
+    prompts = random_prompts([10, 3 * W, 6 * W])
+    expected = run(gemma, STOCK, prompts, 24)
+    options = DEFAULTS | CHUNKED | dict(enforce_eager=False)
+    assert_same(expected, run_spawned(gemma, RING, prompts, 24, **options))

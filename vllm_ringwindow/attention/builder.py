@@ -125,10 +125,13 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
 
     @staticmethod
     def _host_seq_lens(common: CommonAttentionMetadata) -> np.ndarray:
-        """``[N]`` lengths on the host, exact for prefill rows (I12)."""
-        lens = common.seq_lens_cpu_upper_bound
-        if lens is None:
-            # Only where the device is the host: there is nothing to wait for.
-            assert common.seq_lens.device.type == "cpu"
-            lens = common.seq_lens
+        """``[N]`` lengths on the host, exact for prefill rows (I12).
+
+        On a CPU the device's own: a drafter may move ``seq_lens`` on and leave the
+        host's copy behind.
+        """
+        lens = common.seq_lens
+        if lens.device.type != "cpu":
+            assert common.seq_lens_cpu_upper_bound is not None
+            lens = common.seq_lens_cpu_upper_bound
         return lens[: common.num_reqs].numpy()
