@@ -196,8 +196,16 @@ class Simulator:
 
     # -- requests -------------------------------------------------------------
 
-    def add(self, prompt: Sequence[int], max_tokens: int) -> str:
-        request_id = f"s{next(self._counter)}"
+    def add(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        session: str | None = None,
+        resumable: bool = False,
+    ) -> str:
+        """Add a request, or the next input of a streaming ``session``."""
+        request_id = session or f"s{next(self._counter)}"
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -206,8 +214,9 @@ class Simulator:
             ),
             pooling_params=None,
             block_hasher=self.hasher,
+            resumable=resumable,
         )
-        self.outputs[request_id] = []
+        self.outputs.setdefault(request_id, [])
         self.scheduler.add_request(request)
         return request_id
 

@@ -182,6 +182,64 @@ def test_prefix_reuse_equals_stock(
     assert cached[0] == cached[1]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    window=st.integers(1, 24),
+    budget=st.integers(8, 60),
+    caching=st.booleans(),
+    turns=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 30)), min_size=2, max_size=5
+    ),
+    seed=st.integers(0, 2**16),
+)
+def test_streaming_input_finds_its_context(model, window, budget, caching, turns, seed):
+    """A session's next input enters the batch with its whole block list: lent ones too.
+
+    Beside it a plain request keeps the pool and the batch busy.
+    """
+    rng = random.Random(seed)
+    sim = simulate(
+        model,
+        windows=[window, None],
+        spare_blocks=40,
+        max_num_batched_tokens=budget,
+        max_num_seqs=8,
+        max_model_len=640,
+        enable_prefix_caching=caching,
+    )
+    session = None
+    for new, answer in turns:
+        (prompt,) = prompts(rng, [new])
+        session = sim.add(prompt, answer, session=session, resumable=True)
+    sim.add([], 1, session=session)  # the end of the session
+    sim.run([(0, prompts(rng, [90])[0], 60)])
+    assert len(sim.outputs[session]) == sum(answer for _, answer in turns)
+    assert sim.pool.get_num_free_blocks() == sim.num_free_at_start
+
+
+def test_without_lending_a_streaming_session_loses_its_context(model, monkeypatch):
+    allocate = RingBlockManager.allocate_new_blocks
+
+    def forgetful(self, request_id, *args, **kwargs):
+        new_blocks = allocate(self, request_id, *args, **kwargs)
+        for i in self._lent.pop(request_id, ()):
+            self.req_to_blocks[request_id][i] = self._null_block
+        return new_blocks
+
+    def run():
+        sim = simulate(model, windows=[10, None], enable_prefix_caching=False)
+        (first, second) = prompts(random.Random(0), [50, 60])
+        session = sim.add(first, 5, resumable=True)
+        sim.add(second, 5, session=session, resumable=True)
+        sim.add([], 1, session=session)
+        sim.run([])
+
+    run()
+    monkeypatch.setattr(RingBlockManager, "allocate_new_blocks", forgetful)
+    with pytest.raises(AssertionError):
+        run()
+
+
 # -- what the checking worker notices: break one thing at a time -----------------------
 
 
