@@ -2,18 +2,25 @@
 """Features beside rings: each equals stock with the same feature on."""
 
 import itertools
+import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 from tests.harness import (
     DEFAULTS,
     RING,
     STOCK,
     assert_same,
+    differs,
     engine,
     random_prompts,
     run,
     run_spawned,
+    sampling_params,
+    to_output,
 )
 
 pytestmark = pytest.mark.engine
@@ -148,6 +155,46 @@ def test_priority_scheduling(gemma):
     with engine(gemma, RING, **options) as e:
         assert_same(expected, e.run(prompts, 200))
         assert e.num_preemptions >= 2
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A rank-8 LoRA of the tiny Mistral's attention projections."""
+    path = tmp_path_factory.mktemp("lora")
+    rng = torch.Generator().manual_seed(1)
+    sizes = {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    weights = {}
+    for layer, (name, size) in itertools.product(range(4), sizes.items()):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        for part, shape in (("A", (8, 128)), ("B", (size, 8))):
+            tensor = torch.randn(shape, generator=rng) * 0.05
+            weights[f"{prefix}.lora_{part}.weight"] = tensor
+    save_file(weights, path / "adapter_model.safetensors")
+    config = dict(
+        peft_type="LORA", r=8, lora_alpha=16, target_modules=list(sizes), bias="none"
+    )
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("adapter", 1, str(path))
+
+
+def test_lora_beside_the_base_model(models, adapter):
+    prompts = random_prompts([10, W, 300])
+    outputs = []
+    for backend, chunk in ((STOCK, 2048), (RING, 100)):
+        options = dict(enable_lora=True, max_lora_rank=8, max_num_batched_tokens=chunk)
+        with engine(models("mistral", W), backend, **options) as e:
+            done = [
+                output
+                for lora in (None, adapter)
+                for output in e.llm.generate(
+                    [{"prompt_token_ids": p} for p in prompts],
+                    sampling_params(40),
+                    lora_request=lora,
+                )
+            ]
+            outputs.append([to_output(o) for o in done])
+    assert_same(*outputs)
+    assert differs(outputs[0][:3], outputs[0][3:])  # the adapter does something
 
 
 @pytest.mark.slow
