@@ -242,17 +242,13 @@ def staged_view(
     first_chunk, end_chunk = chunk_blocks(computed, lens, bs)
     out_rows, out_blocks = spread(first_chunk, end_chunk)
     copy_out_to = physical(out_rows, out_blocks)
-    keep = copy_out_to != 0
-    # A row is append-only: the block that the chunk began in may since belong to a
-    # later position of the same row. The last one listed owns it.
-    is_first = torch.from_numpy(out_blocks == first_chunk[out_rows]).to(device)
-    row_of = torch.from_numpy(out_rows).to(device)
-    first_id = torch.zeros(len(lens), dtype=copy_out_to.dtype, device=device)
-    first_id[row_of[is_first]] = copy_out_to[is_first]
-    again = (copy_out_to == first_id[row_of]) & ~is_first
-    moved = torch.zeros(len(lens), dtype=torch.bool, device=device)
-    moved[row_of[again]] = True
-    keep &= ~(is_first & moved[row_of])
+    # A row is append-only: a block that the chunk began in, or that rejected drafts
+    # left behind, may since belong to a later position of the row. The last owns it.
+    key = (torch.from_numpy(out_rows).to(device) << 32) | copy_out_to.long()
+    order = torch.argsort(key, stable=True)
+    owns = torch.ones_like(key, dtype=torch.bool)
+    owns[order[:-1]] = key[order[:-1]] != key[order[1:]]
+    keep = owns & (copy_out_to != 0)
 
     width = int(num_blocks.max())
     table = torch.from_numpy(offset[:-1, None] + np.arange(width)).to(
