@@ -10,6 +10,7 @@ from vllm_ringwindow.attention.metadata import (
     group_rows,
     staged_view,
 )
+from vllm_ringwindow.attention.staging import Staging
 
 
 def staged_copies(blocks, num_computed, num_tokens):
@@ -66,3 +67,11 @@ def test_a_block_kept_for_its_content_is_written_too():
     copies = staged_copies([5, 6, 7, 0, 0, 4, 8, 9], num_computed=10, num_tokens=22)
     assert copies["copy_out_to"] == [7, 4, 8, 9]
     assert copies["copy_out_from"] == [2, 5, 6, 7]
+
+
+def test_staging_that_grows_keeps_what_it_holds_and_adds_zeros():
+    cache = torch.empty(10, 2, 4, 6)
+    staging = Staging(torch.device("cpu"))
+    staging.as_blocks_of(cache, 2).fill_(7.0)
+    blocks = staging.as_blocks_of(cache, 3)
+    assert (blocks[:2] == 7.0).all() and (blocks[2] == 0.0).all()

@@ -39,18 +39,18 @@ def gemma(models):
     return models("gemma3", W)
 
 
-def make_spec(params=None, **changes):
+STOCK_SPEC = SlidingWindowSpec(
+    block_size=32,
+    num_kv_heads=2,
+    head_size=32,
+    dtype=torch.float32,
+    sliding_window=W,
+)
+
+
+def make_spec(params=None):
     params = params or RingParams(roll_back=0, prefix_caching=True)
-    fields = dict(
-        block_size=32,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.float32,
-        sliding_window=W,
-    )
-    return RingWindowSpec.from_sliding_window(
-        SlidingWindowSpec(**(fields | changes)), params
-    )
+    return RingWindowSpec.from_sliding_window(STOCK_SPEC, params)
 
 
 # -- versions --------------------------------------------------------------------------
@@ -140,14 +140,7 @@ def test_a_process_without_the_plugin_says_so(gemma):
 def test_built_in_specs_stay_registered():
     spec = make_spec()
     assert KVCacheSpecRegistry.get_manager_class(spec) is RingBlockManager
-    stock = SlidingWindowSpec(
-        block_size=32,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.float32,
-        sliding_window=W,
-    )
-    assert KVCacheSpecRegistry.get_manager_class(stock) is SlidingWindowManager
+    assert KVCacheSpecRegistry.get_manager_class(STOCK_SPEC) is SlidingWindowManager
 
 
 def test_a_renamed_target_is_loud():
@@ -183,15 +176,10 @@ def test_promotion_to_full_attention_takes_the_spec_as_it_is():
 
 
 def test_ring_and_stock_layers_never_share_a_group():
-    stock = SlidingWindowSpec(
-        block_size=32,
-        num_kv_heads=2,
-        head_size=32,
-        dtype=torch.float32,
-        sliding_window=W,
-    )
     assert make_spec().is_uniform_with_collection({"a": make_spec()})
-    assert not make_spec().is_uniform_with_collection({"a": make_spec(), "b": stock})
+    assert not make_spec().is_uniform_with_collection(
+        {"a": make_spec(), "b": STOCK_SPEC}
+    )
 
 
 def test_kernel_blocks_smaller_than_blocks_are_refused_by_name():

@@ -53,9 +53,15 @@ class Staging:
         return staging
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the buffer at least ``num_bytes`` long."""
-        if num_bytes > self.buffer.numel():
-            self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+        """Make the buffer at least ``num_bytes`` long; what it holds stays.
+
+        It may grow between two passes of a step, whose first pass a sharing layer has
+        yet to read (H8).
+        """
+        missing = num_bytes - self.buffer.numel()
+        if missing > 0:
+            more = torch.zeros(missing, dtype=torch.uint8, device=self.device)
+            self.buffer = torch.cat((self.buffer, more))
 
     def as_blocks_of(self, kv_cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
         """View as ``[num_blocks, *kv_cache.shape[1:]]``, dims in the cache's order."""
