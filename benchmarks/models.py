@@ -20,7 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-TINY_KINDS = ("gemma3", "gemma2", "mistral", "two_windows", "gpt_oss", "gemma3n")
+TINY_KINDS = (
+    "gemma3",
+    "gemma2",
+    "mistral",
+    "two_windows",
+    "gpt_oss",
+    "gemma3n",
+    "gemma4",
+)
 
 # Standard deviation of attention scores before the softmax.
 _SCORE_STD = 3.0
@@ -67,6 +75,21 @@ _TINY: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "sliding_attention": _ROPE,
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    },
+    "gemma4": {
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": False,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "sliding_attention": _ROPE,
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
         },
     },
     "gpt_oss": {
@@ -123,7 +146,8 @@ def tiny_model(
             window per layer);
             ``gpt_oss``: sliding and full in turn, with sinks;
             ``gemma3n``: 5 sliding, 1 full, 3 sliding, 1 full; the last 4 reuse the
-            KV of layers 4 and 5.
+            KV of layers 4 and 5;
+            ``gemma4``: 5 sliding layers with heads of 32, 1 full with heads of 64.
         out_dir: Created if missing.
         window: ``W`` in tokens; for ``two_windows`` a pair.
         layers: Number of decoder layers.
@@ -162,6 +186,7 @@ def _tiny_config(
         Gemma2Config,
         Gemma3nTextConfig,
         Gemma3TextConfig,
+        Gemma4TextConfig,
         GptOssConfig,
         MistralConfig,
     )
@@ -199,6 +224,7 @@ def _tiny_config(
         "two_windows": ExaoneMoeConfig,
         "gpt_oss": GptOssConfig,
         "gemma3n": Gemma3nTextConfig,
+        "gemma4": Gemma4TextConfig,
     }[kind]
     return config_class(**(fields | overrides))
 
@@ -215,9 +241,10 @@ def _randomize(model: nn.Module, generator: torch.Generator) -> None:
     has_qk_norm = any("q_norm" in name for name in names)
     tied = "lm_head.weight" not in names
     # Gemma's embedding is multiplied by sqrt(hidden_size); its RMSNorm by 1 + weight,
-    # except in Gemma 3n.
+    # except in Gemma 3n and 4, which do not scale scores by head_size ** -0.5 either.
     is_gemma = "gemma" in model.config.model_type
-    norm_offset = 1.0 if is_gemma and "gemma3n" not in model.config.model_type else 0.0
+    unscaled = any(name in model.config.model_type for name in ("gemma3n", "gemma4"))
+    norm_offset = 1.0 if is_gemma and not unscaled else 0.0
     for name, param in model.named_parameters():
         fan_in = param.shape[-1]
         if any(part in name for part in ("altup", "laurel", "per_layer")):
@@ -226,8 +253,7 @@ def _randomize(model: nn.Module, generator: torch.Generator) -> None:
         elif "norm" in name:
             mean = 1.0
             if "q_norm" in name or "k_norm" in name:
-                # Gemma 3n does not scale scores by head_size ** -0.5.
-                scale = 32**-0.5 if "gemma3n" in model.config.model_type else 1.0
+                scale = fan_in**-0.5 if unscaled else 1.0
                 mean = (_SCORE_STD * scale) ** 0.5
             elif tied and "post_" in name:
                 # With tied embeddings the logits favour the last token; drown it.

@@ -10,10 +10,14 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -224,6 +228,23 @@ class Models:
         return path
 
 
+def tiny_tokenizer(path: Path) -> Path:
+    """Save a byte-level tokenizer of 257 ids into a model's directory; returns it."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as tokenizer_models
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(tokenizer_models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>"
+    ).save_pretrained(path)
+    return path
+
+
 @lru_cache(maxsize=4)
 def reference(model: Path) -> Any:
     """transformers, eager, float32."""
@@ -287,3 +308,43 @@ def run_spawned(
     (line,) = (s for s in result.stdout.splitlines() if s.startswith(ANSWERS))
     answers = json.loads(line.removeprefix(ANSWERS))
     return [Output(tuple(t), tuple(lp), cached) for t, lp, cached in answers]
+
+
+@contextmanager
+def server(model: Path, *options: str, log: Path):
+    """``vllm serve`` with its default multi-process engine; yields its base URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k not in TEST_ENVIRONMENT}
+    env["VLLM_LOGGING_LEVEL"] = "INFO"
+    command = [Path(sys.executable).parent / "vllm", "serve", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=env
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            with suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def complete(url: str, **body) -> dict:
+    """The first choice of ``/v1/completions``, greedy by default."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(dict(temperature=0, max_tokens=24, logprobs=1) | body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]

@@ -133,6 +133,7 @@ class Row:
     ids: list[list[int]]  # [group][position] content ids
     blocks: list[list[int]]  # [group] its append-only row
     num_prompt: int
+    drafts: list[int] = field(default_factory=list)  # the worker's own (asynchronous)
 
 
 @dataclass
@@ -142,6 +143,7 @@ class Simulator:
     config: VllmConfig
     kv_config: KVCacheConfig
     num_drafts: int = 0
+    depth: int = 0  # batches in flight; 0: as many as the scheduler's kind has
     accept: Callable[[random.Random], float] = lambda rng: 0.5
     seed: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
@@ -240,7 +242,7 @@ class Simulator:
 
         ids: list[str | None] = [None] * len(arrivals)
         in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        depth = 2 if self.asynchronous else 1
+        depth = self.depth or (2 if self.asynchronous else 1)
         for step in range(max_steps):
             for i, (at, prompt, max_tokens) in enumerate(arrivals):
                 if at == step:
@@ -272,14 +274,20 @@ class Simulator:
         for engine_outputs in done.values():
             for out in engine_outputs.outputs:
                 self.outputs[out.request_id].extend(out.new_token_ids)
-        if self.num_drafts:
-            ids = [r.request_id for r in self.scheduler.running]
-            drafts = [self._drafts(i) for i in ids]
+        if self.num_drafts and not self.asynchronous:
+            known = self.scheduler.requests
+            # With its last step returned, none of it in flight on another rank.
+            ids = [
+                i
+                for i in output.num_scheduled_tokens
+                if i in known and known[i].num_computed_tokens < known[i].num_tokens
+            ]
+            drafts = [self._drafts(known[i].all_token_ids) for i in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
-    def _drafts(self, request_id: str) -> list[int]:
+    def _drafts(self, known: Sequence[int]) -> list[int]:
         """Some right, then wrong ones: roll-back of every length."""
-        tokens = list(self.scheduler.requests[request_id].all_token_ids)
+        tokens = list(known)
         drafts: list[int] = []
         for _ in range(self.num_drafts):
             right = next_token(tokens + drafts)
@@ -323,6 +331,7 @@ class Simulator:
                 # Tokens sampled but not yet returned are sampled again.
                 known = self.scheduler.requests[request_id].num_tokens
                 del row.tokens[known:]
+                row.drafts = []
             elif blocks is not None:
                 for mine, more in zip(row.blocks, blocks):
                     mine.extend(more)
@@ -331,8 +340,11 @@ class Simulator:
         sampled: dict[str, list[int]] = {}
         for request_id, count in order:
             row = self.rows[request_id]
+            if self.asynchronous:
+                # The scheduler took the drafts of the step before for accepted.
+                computed[request_id] = min(computed[request_id], len(row.tokens) - 1)
             start = computed[request_id]
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            drafts = self._scheduled_drafts(output, request_id)
             if drafts:
                 del row.tokens[start + count - len(drafts) :]
                 row.tokens += drafts
@@ -343,7 +355,7 @@ class Simulator:
             self._layer(group, order, computed)
         for request_id, count in order:
             row = self.rows[request_id]
-            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            drafts = self._scheduled_drafts(output, request_id)
             end = computed[request_id] + count
             if end < len(row.tokens):
                 sampled[request_id] = []  # a chunk in the middle of a prompt
@@ -359,6 +371,9 @@ class Simulator:
             for ids in row.ids:
                 del ids[verified + len(new) - 1 :]
             sampled[request_id] = new
+            if self.num_drafts and self.asynchronous:
+                row.drafts = self._drafts(row.tokens)
+            self._draft_writes(row)
         ids = [request_id for request_id, _ in order]
         return ModelRunnerOutput(
             req_ids=ids,
@@ -368,6 +383,25 @@ class Simulator:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
+
+    def _scheduled_drafts(self, output: SchedulerOutput, request_id: str) -> list[int]:
+        """Asynchronously the scheduler gives placeholders for the worker's own."""
+        drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+        if self.asynchronous:
+            # A request that has none yet is padded; no token equals VOCAB.
+            own = self.rows[request_id].drafts + [VOCAB] * len(drafts)
+            drafts = own[: len(drafts)]
+        return drafts
+
+    def _draft_writes(self, row: Row) -> None:
+        """A drafting model's K/V of tokens that may be rejected: junk, ahead."""
+        first = len(row.tokens) - 1
+        for group, spec in enumerate(self.specs):
+            for position in range(first, first + self.config.num_lookahead_tokens):
+                block = position // spec.block_size
+                if position < self.config.model_config.max_model_len:
+                    physical = row.blocks[group][block]
+                    self.memory[physical, position % spec.block_size] = -3
 
     def _content(self, row: Row, length: int) -> None:
         """Content ids of all tokens: equal prefixes have equal ids."""

@@ -96,44 +96,6 @@ def test_several_staged_prefills_of_a_shared_layer_keep_their_staging(
         assert_same(expected, run(model, RING, prompts, 24, **MANY_STAGED))
 
 
-def ngram(num_drafts):
-    return dict(
-        speculative_config=dict(
-            method="ngram",
-            num_speculative_tokens=num_drafts,
-            prompt_lookup_max=3,
-            prompt_lookup_min=1,
-        )
-    )
-
-
-@pytest.mark.parametrize("num_drafts", [1, 3, 5])
-def test_case_15_ngram_drafts_rejected_around_the_wrap(gemma, num_drafts):
-    """Prompts end at every offset around R * block_size; most drafts are rejected."""
-    prompts = [
-        list(itertools.islice(itertools.cycle(prompt[:7]), 96 + offset))
-        for offset, prompt in enumerate(random_prompts([7] * 9), start=-4)
-    ]
-    plain = run(gemma, RING, prompts, 100)
-    with engine(gemma, RING, **ngram(num_drafts), **CHUNKED) as e:
-        assert len(e.rings) == 5
-        drafted = e.run(prompts, 100)
-        assert any(s.scheduled_spec_decode_tokens for s in e.steps)
-    assert_same(plain, drafted)
-
-
-def test_drafting_by_a_model_passes_through_to_stock(models, gemma):
-    draft = models("mistral", 48, layers=1)
-    options = dict(
-        speculative_config=dict(
-            method="draft_model", model=str(draft), num_speculative_tokens=3
-        )
-    )
-    with engine(gemma, RING, **options) as e:
-        assert not e.rings
-        assert len(e.run(random_prompts([3 * W]), 8)[0].tokens) == 8
-
-
 def test_logit_bias_and_penalties(gemma):
     prompts = random_prompts([40, 3 * W, 6 * W])
     sampling = dict(
@@ -195,16 +157,6 @@ def test_lora_beside_the_base_model(models, adapter):
             outputs.append([to_output(o) for o in done])
     assert_same(*outputs)
     assert differs(outputs[0][:3], outputs[0][3:])  # the adapter does something
-
-
-@pytest.mark.slow
-def test_two_tensor_parallel_workers(gemma, monkeypatch):
-    """Spawned workers, half the heads each; one NUMA node needs the binding spelt."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    prompts = random_prompts([10, 3 * W, 6 * W])
-    expected = run(gemma, STOCK, prompts, 24)
-    options = DEFAULTS | CHUNKED | dict(tensor_parallel_size=2)
-    assert_same(expected, run_spawned(gemma, RING, prompts, 24, **options))
 
 
 @pytest.mark.slow

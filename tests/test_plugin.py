@@ -235,12 +235,6 @@ def test_a_model_without_sliding_layers_runs_and_says_so(models):
 # -- refused, by option name -----------------------------------------------------------
 
 
-def test_kv_connectors_are_refused_by_option(gemma):
-    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    with pytest.raises(ValueError, match="--kv-transfer-config.*OffloadingConnector"):
-        LLM(str(gemma), **(DEFAULTS | RING), kv_transfer_config=connector)
-
-
 def test_micro_batching_is_refused_by_option():
     """The CPU platform switches it off before we are asked: the check itself."""
     from types import SimpleNamespace
@@ -250,7 +244,6 @@ def test_micro_batching_is_refused_by_option():
     ring = SimpleNamespace(name="RING")
     config = SimpleNamespace(
         attention_config=SimpleNamespace(backend=ring, backend_per_kind={}),
-        kv_transfer_config=None,
         parallel_config=SimpleNamespace(use_ubatching=True),
     )
     with pytest.raises(ValueError, match="--enable-dbo"):

@@ -35,9 +35,12 @@ def model(models):
 
 def simulate(model, *, windows, spare_blocks=200, ring=True, block_size=BS, **options):
     """A simulator over the smallest pool that starts plus ``spare_blocks``."""
-    sim_options = {k: options.pop(k) for k in ("num_drafts", "seed") if k in options}
+    names = ("num_drafts", "seed", "depth")
+    sim_options = {k: options.pop(k) for k in names if k in options}
     block_sizes = options.pop("block_sizes", None)
     config = make_config(model, block_size=block_size, **options)
+    # vLLM's CPU build does not start pipelines; the scheduler has no such limit.
+    config.parallel_config.pipeline_parallel_size = sim_options.get("depth") or 1
     specs = make_specs(config, windows, block_size, ring=ring, block_sizes=block_sizes)
     num_blocks = smallest_pool(config, specs) + spare_blocks
     return Simulator(config, plan(config, specs, num_blocks), **sim_options)
@@ -96,7 +99,15 @@ def test_every_query_reads_what_was_written(model, case):
     assert sim.reads > 0
 
 
-@settings(max_examples=60, deadline=None)
+def drafting(model, num_drafts, by_model):
+    if by_model:
+        options = {"method": "draft_model", "model": str(model)}
+    else:
+        options = {"method": "ngram", "prompt_lookup_max": 2}
+    return options | {"num_speculative_tokens": num_drafts}
+
+
+@settings(max_examples=120, deadline=None)
 @given(
     window=st.integers(1, 20),
     drafts=st.integers(1, 5),
@@ -104,10 +115,13 @@ def test_every_query_reads_what_was_written(model, case):
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     seed=st.integers(0, 2**16),
     caching=st.booleans(),
+    in_flight=st.sampled_from(["one step", "asynchronous", "2 ranks", "3 ranks"]),
+    model_drafts=st.booleans(),
 )
 def test_rejected_drafts_never_cost_a_window(
-    model, window, drafts, budget, lengths, seed, caching
+    model, window, drafts, budget, lengths, seed, caching, in_flight, model_drafts
 ):
+    """With drafts of several batches in flight, and a drafter that writes ahead."""
     sim = simulate(
         model,
         windows=[window, None],
@@ -115,16 +129,15 @@ def test_rejected_drafts_never_cost_a_window(
         max_num_seqs=4,
         max_model_len=192,
         enable_prefix_caching=caching,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": drafts,
-            "prompt_lookup_max": 2,
-        },
+        asynchronous=in_flight == "asynchronous",
+        depth={"asynchronous": 0, "2 ranks": 2, "3 ranks": 3}.get(in_flight, 1),
+        speculative_config=drafting(model, drafts, model_drafts),
         num_drafts=drafts,
         seed=seed,
     )
     sim.run([(0, p, 40) for p in prompts(random.Random(seed), lengths)])
     assert sim.pool.get_num_free_blocks() == sim.num_free_at_start
+    assert any(s.scheduled_spec_decode_tokens for s in sim.steps)
 
 
 @settings(max_examples=60, deadline=None)
@@ -357,24 +370,37 @@ def test_the_worker_notices(model, monkeypatch, fault):
         busy(model)
 
 
-def test_slack_for_rejected_drafts_is_needed(model, monkeypatch):
-    """k=3 drafts, W = 2 * block_size + 1: without the slack every output was wrong."""
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("model_drafts", [False, True])
+def test_slack_for_rejected_drafts_is_needed(
+    model, monkeypatch, in_flight, model_drafts
+):
+    """k=3 drafts: a ring with less than k tokens of slack loses a window.
+
+    The drafts of other batches in flight cost a worker nothing: a recycled block keeps
+    its content until a token is written, and its row still names it. The scheduler's
+    list does not, so a session that re-enters with its list needs theirs as well.
+    """
 
     def run():
-        sim = simulate(
-            model,
-            windows=[2 * BS + 1, None],
-            enable_prefix_caching=False,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 2,
-            },
-            num_drafts=3,
-        )
-        sim.run([(0, p, 60) for p in prompts(random.Random(0), [1, 9, 30])])
+        for window in range(2 * BS, 3 * BS):
+            sim = simulate(
+                model,
+                windows=[window, None],
+                enable_prefix_caching=False,
+                asynchronous=in_flight == 2,
+                speculative_config=drafting(model, 3, model_drafts),
+                num_drafts=3,
+            )
+            sim.run([(0, p, 60) for p in prompts(random.Random(0), [1, 9, 30])])
 
     run()
-    monkeypatch.setattr(RingParams, "from_config", lambda config: RingParams(0, False))
+    from_config = RingParams.from_config
+
+    def one_short(config):
+        params = from_config(config)
+        return params._replace(roll_back=3 - 1 + params.lookahead)
+
+    monkeypatch.setattr(RingParams, "from_config", one_short)
     with pytest.raises(AssertionError):
         run()

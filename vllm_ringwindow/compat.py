@@ -144,6 +144,7 @@ def refuse_early() -> None:
 def _check_and_update_config(original, cls, vllm_config):
     original(cls, vllm_config)
     policy.check_supported(vllm_config)
+    policy.include_drafter(vllm_config)
 
 
 # -- specs and managers ------------------------------------------------------------

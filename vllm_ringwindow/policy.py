@@ -24,8 +24,8 @@ RING_BACKENDS = {
     ),
 }
 
-# Drafting that leaves the target's sliding-window layers alone.
-SUPPORTED_DRAFTING = frozenset({"ngram"})
+# Drafting methods tested on rings; others pass through.
+SUPPORTED_DRAFTING = frozenset({"ngram", "draft_model", "eagle", "eagle3"})
 
 
 def ring_requested(vllm_config: "VllmConfig") -> bool:
@@ -43,19 +43,27 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     """
     if not ring_requested(vllm_config):
         return
-    kv_transfer = vllm_config.kv_transfer_config
-    if kv_transfer is not None and kv_transfer.is_kv_transfer_instance:
-        raise ValueError(
-            "--attention-backend ring cannot be combined with --kv-transfer-config "
-            f"(connector {kv_transfer.kv_connector!r}) yet: a connector would read "
-            "ring blocks that are overwritten in place. Drop one of the two options."
-        )
     if vllm_config.parallel_config.use_ubatching:
         raise ValueError(
             "--attention-backend ring cannot be combined with --enable-dbo (or "
             "--ubatch-size): micro-batching splits a prefill across two forwards and "
             "the ring has no blocks for what lies between. Drop one of the two options."
         )
+
+
+def include_drafter(vllm_config: "VllmConfig") -> None:
+    """Let the drafter's sliding-window layers go where the target's go.
+
+    vLLM selects a drafter's backend anew; left alone they would form a group of their
+    own beside the target's rings.
+    """
+    spec = vllm_config.speculative_config
+    if (
+        spec is not None
+        and ring_requested(vllm_config)
+        and spec.attention_backend is None
+    ):
+        spec.attention_backend = vllm_config.attention_config.backend
 
 
 def pass_through_reason(vllm_config: "VllmConfig") -> str | None:
@@ -67,9 +75,28 @@ def pass_through_reason(vllm_config: "VllmConfig") -> str | None:
         return "--prefill-context-parallel-size > 1"
     if vllm_config.attention_config.use_non_causal:
         return "non-causal attention"
+    kv_transfer = vllm_config.kv_transfer_config
+    if kv_transfer is not None and kv_transfer.is_kv_transfer_instance:
+        return (
+            f"--kv-transfer-config (connector {kv_transfer.kv_connector!r}): a "
+            "connector may read a block after the ring has overwritten it"
+        )
+    return _drafting_reason(vllm_config)
+
+
+def _drafting_reason(vllm_config: "VllmConfig") -> str | None:
     spec = vllm_config.speculative_config
-    if spec is not None and spec.method not in SUPPORTED_DRAFTING:
+    if spec is None:
+        return None
+    if spec.method not in SUPPORTED_DRAFTING:
         return f"speculative method {spec.method!r} is not supported on rings yet"
+    kinds = getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ()
+    if spec.method == "draft_model" and len(set(kinds)) > 1:
+        return (
+            "vLLM gives a draft model the block table of the first KV cache group, "
+            "which is not its own beside a hybrid model: expect wrong outputs with "
+            "rings and without"
+        )
     return None
 
 

@@ -21,6 +21,7 @@ class RingParams(NamedTuple):
 
     roll_back: int  # tokens between the oldest possible query and the newest slot
     prefix_caching: bool  # blocks may be shared, hence not recyclable for a step
+    lookahead: int = 0  # the part of roll_back that drafters write ahead
 
     @classmethod
     def from_config(cls, vllm_config: "VllmConfig") -> Self:
@@ -35,6 +36,7 @@ class RingParams(NamedTuple):
         return cls(
             roll_back=in_flight - 1 + vllm_config.num_lookahead_tokens,
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            lookahead=vllm_config.num_lookahead_tokens,
         )
 
 
@@ -79,7 +81,7 @@ class RingWindowSpec(SlidingWindowSpec):
         contexts: stock 1089; ring 65 without prefix caching, 130 with it.
         """
         stock = super().max_admission_blocks_per_request(
-            max_in_flight_tokens, max_model_len
+            max_in_flight_tokens + self.ring.lookahead, max_model_len
         )
         held = self.num_ring_blocks * (2 if self.ring.prefix_caching else 1)
         return min(held, cdiv(max_model_len, self.block_size), stock)
