@@ -95,10 +95,15 @@ class Engine:
     def num_preemptions(self) -> int:
         return sum(len(s.preempted_req_ids or ()) for s in self.steps)
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> str:
         request_id = f"r{next(_ids)}"
         self.llm.llm_engine.add_request(
-            request_id, {"prompt_token_ids": list(prompt)}, params
+            request_id,
+            {"prompt_token_ids": list(prompt)},
+            params,
+            priority=priority,
         )
         return request_id
 

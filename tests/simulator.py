@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ringwindow.attention.metadata import (
@@ -238,8 +238,6 @@ class Simulator:
         Returns:
             The sampled tokens of every request.
         """
-        from vllm.v1.request import RequestStatus
-
         ids: list[str | None] = [None] * len(arrivals)
         in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         depth = self.depth or (2 if self.asynchronous else 1)
@@ -262,6 +260,7 @@ class Simulator:
             self._check_bounds()
             if output.total_num_scheduled_tokens or output.finished_req_ids:
                 in_flight.append((output, self.execute(output)))
+                self._check_hashes()
             if len(in_flight) >= depth or not output.total_num_scheduled_tokens:
                 if in_flight:
                     self._settle(*in_flight.popleft())
@@ -280,7 +279,9 @@ class Simulator:
             ids = [
                 i
                 for i in output.num_scheduled_tokens
-                if i in known and known[i].num_computed_tokens < known[i].num_tokens
+                if i in known
+                and known[i].status == RequestStatus.RUNNING
+                and known[i].num_computed_tokens < known[i].num_tokens
             ]
             drafts = [self._drafts(known[i].all_token_ids) for i in ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
@@ -305,6 +306,22 @@ class Simulator:
                 )
                 if not ring.enable_caching:
                     assert held <= ring.max_admission_blocks_per_request
+
+    def _check_hashes(self) -> None:
+        """A hashed block holds the content its hash was made of."""
+        for group, manager in enumerate(self.managers):
+            size = self.specs[group].block_size
+            for request_id, blocks in manager.req_to_blocks.items():
+                ids = self.rows[request_id].ids[group]
+                lent = getattr(manager, "_lent", {}).get(request_id, ())
+                for i, block in enumerate(blocks):
+                    if i in lent or block.is_null or block.block_hash is None:
+                        continue
+                    found = self.memory[block.block_id, :size].tolist()
+                    assert found == ids[i * size : (i + 1) * size], (
+                        f"group {group}: block {i} of {request_id} is hashed as what "
+                        "it does not hold"
+                    )
 
     # -- the worker -----------------------------------------------------------
 

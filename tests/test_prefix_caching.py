@@ -7,7 +7,15 @@ Chats taking turns are case 5 in ``test_cases``; the property over many workload
 
 import pytest
 
-from tests.harness import RING, STOCK, assert_same, engine, random_prompts
+from tests.harness import (
+    RING,
+    STOCK,
+    assert_same,
+    engine,
+    random_prompts,
+    run,
+    sampling_params,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -70,3 +78,24 @@ def test_four_prompts_that_share_300_tokens_at_once(gemma, retention):
     stock, ring = both(gemma, prompts, prefix_cache_retention_interval=retention)
     assert_same(stock, ring)
     assert [o.cached for o in ring] == [o.cached for o in stock]
+
+
+def test_a_lent_block_is_not_hashed_when_the_pool_cannot_spare_another(models):
+    """Its content is on its way out: a later hit would read what replaced it."""
+    model = models("mistral", W)
+    prompt, other, tail = random_prompts([410, 10, 20], seed=5)
+    again = prompt[:256] + tail
+    expected = run(model, STOCK, [again], 24)
+    options = dict(
+        max_model_len=480,
+        max_num_batched_tokens=201,  # chunks of 200 beside one decoding request
+        num_gpu_blocks_override=8,  # one block to spare, two to retain
+        prefix_cache_retention_interval=128,
+    )
+    with engine(model, RING, **options) as e:
+        e.add(other, sampling_params(20))
+        e.step()
+        e.add(prompt, sampling_params(2))
+        while e.scheduler.requests:
+            e.step()
+        assert_same(expected, e.run([again], 24))

@@ -273,6 +273,29 @@ def busy(model, **options):
     return sim
 
 
+def test_lent_blocks_are_not_hashed_when_the_pool_is_tight(model, monkeypatch):
+    """Retained blocks without a block of their own stay out of the prefix cache."""
+
+    def run():
+        for spare_blocks in range(6):
+            sim = simulate(
+                model,
+                windows=[8],
+                spare_blocks=spare_blocks,
+                max_num_batched_tokens=26,
+                max_model_len=192,
+                enable_prefix_caching=True,
+                prefix_cache_retention_interval=16,
+            )
+            other, long = prompts(random.Random(0), [2, 51])
+            sim.run([(0, other, 20), (1, long, 2)])
+
+    run()
+    monkeypatch.setattr(RingBlockManager, "_lent_blocks", lambda *_: {})
+    with pytest.raises(AssertionError, match="hashed as what it does not hold"):
+        run()
+
+
 def test_the_busy_workload_is_busy(model):
     sim = busy(model)
     assert sum(len(s.preempted_req_ids or ()) for s in sim.steps) >= 2

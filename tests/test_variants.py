@@ -41,7 +41,7 @@ def gemma(models):
 
 @pytest.fixture(scope="module")
 def plain(gemma):
-    return run(gemma, STOCK, random_prompts(LENGTHS), 40)
+    return run(gemma, STOCK, random_prompts(LENGTHS), 30)
 
 
 def impls(e):
@@ -74,8 +74,8 @@ def test_alibi(gemma, plain, monkeypatch):
         self.alibi_slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 
     monkeypatch.setattr(CPUAttentionBackendImpl, "__init__", with_slopes)
-    expected = run(gemma, STOCK, prompts, 40)
-    assert_same(expected, run(gemma, RING, prompts, 40, **CHUNKED))
+    expected = run(gemma, STOCK, prompts, 30)
+    assert_same(expected, run(gemma, RING, prompts, 30, **CHUNKED))
     assert all(differs([a], [b]) for a, b in zip(plain, expected))
 
 
@@ -85,10 +85,10 @@ def test_key_and_value_heads(models, kv_heads):
     """Four query heads; every other test has two heads of keys (GQA)."""
     model = models("gemma3", W, num_key_value_heads=kv_heads)
     prompts = random_prompts(LENGTHS)
-    expected = run(model, STOCK, prompts, 40)
+    expected = run(model, STOCK, prompts, 30)
     with engine(model, RING, **CHUNKED) as e:
         assert {r.kv_cache_spec.num_kv_heads for r in e.rings} == {kv_heads}
-        assert_same(expected, e.run(prompts, 40))
+        assert_same(expected, e.run(prompts, 30))
 
 
 # Overrides of the tiny Gemma 4, and the rings' block size and padding that follow.
@@ -115,7 +115,7 @@ def test_head_sizes_per_layer(models, case):
     overrides, block_size, padded = GEMMA4[case]
     model = models("gemma4", W, **overrides)
     prompts = random_prompts(LENGTHS)
-    expected = run(model, STOCK, prompts, 40)
+    expected = run(model, STOCK, prompts, 30)
     assert_equals_reference(model, prompts[-1:], expected[-1:])
     with engine(model, RING, **CHUNKED) as e:
         assert len({impl.head_size for impl in impls(e)}) == 2
@@ -124,7 +124,7 @@ def test_head_sizes_per_layer(models, case):
         assert {s.page_size_bytes > s.unpadded_page_size_bytes for s in specs} == {
             padded
         }
-        assert_same(expected, e.run(prompts, 40))
+        assert_same(expected, e.run(prompts, 30))
 
 
 # -- passed through --------------------------------------------------------------------
@@ -201,13 +201,13 @@ def test_chunked_local_attention_passes_through(tmp_path):
     )
     save_random(Llama4ForCausalLM, config, tmp_path)
     prompts = random_prompts(LENGTHS)
-    expected = run(tmp_path, STOCK, prompts, 40, **CHUNKED)
+    expected = run(tmp_path, STOCK, prompts, 30, **CHUNKED)
     with engine(tmp_path, RING, **CHUNKED) as e:
         assert not e.rings
         groups = e.kv.kv_cache_config.kv_cache_groups
         chunked = [type(g.kv_cache_spec) is ChunkedLocalAttentionSpec for g in groups]
         assert any(chunked) and not all(chunked)
-        assert_same(expected, e.run(prompts, 40))
+        assert_same(expected, e.run(prompts, 30))
 
 
 @on_engines
@@ -216,7 +216,7 @@ def test_multi_modal_prefix_attention_passes_through(gemma, plain, monkeypatch):
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", property(lambda self: True))
     with engine(gemma, RING, **CHUNKED) as e:
         assert all_stock(e)
-        assert_same(plain, e.run(random_prompts(LENGTHS), 40))
+        assert_same(plain, e.run(random_prompts(LENGTHS), 30))
 
 
 SLIDING = AttentionSelectorConfig(

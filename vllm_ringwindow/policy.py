@@ -105,7 +105,7 @@ def selector_reason(config: "AttentionSelectorConfig") -> str | None:
     if not config.has_sliding_window:
         return "no sliding window"
     if config.attn_type != AttentionType.DECODER:
-        return f"{config.attn_type} attention"
+        return f"{AttentionType(config.attn_type).value} attention"
     if config.use_mla or config.use_sparse:
         return "MLA or sparse attention"
     if config.use_rswa:

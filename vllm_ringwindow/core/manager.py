@@ -241,6 +241,11 @@ class RingBlockManager(SlidingWindowManager):
                 replay_boundaries,
             )
             self._give_blocks(growth, wanted)
+        # A block still lent is on its way to a later position: no hash for this one.
+        blocks = self.req_to_blocks[request.request_id]
+        lent = self._lent_blocks(request.request_id)
+        for i in lent:
+            blocks[i] = self._null_block
         super().cache_blocks(
             request,
             num_tokens,
@@ -249,9 +254,15 @@ class RingBlockManager(SlidingWindowManager):
             **kwargs,
         )
         last = self.num_cached_block.get(request.request_id, 0)
-        for block in self.req_to_blocks[request.request_id][first:last]:
+        for block in blocks[first:last]:
             if block.block_hash is not None:
                 self._published.add(block.block_id)
+        for i, block in lent.items():
+            blocks[i] = block
+
+    def _lent_blocks(self, request_id: str) -> dict[int, KVCacheBlock]:
+        blocks = self.req_to_blocks[request_id]
+        return {i: blocks[i] for i in self._lent.get(request_id, ())}
 
     def _retained_without_block(
         self,
