@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: venv test demo lint clean
+.PHONY: venv test fuzz demo lint clean
 
 venv: $(VENV)/.installed
 
@@ -11,8 +11,15 @@ $(VENV)/.installed: setup.py .ci/setup.sh .ci/vllm-metadata/setup.py
 	.ci/setup.sh $(PYTHON) $(VENV)
 	touch $@
 
+# What starts processes of its own has the machine to itself; the rest is one thread each.
 test: venv
-	$(VENV)/bin/python -m pytest -q --durations=15 tests
+	$(VENV)/bin/python -m pytest -q -m slow --durations=15 tests
+	$(VENV)/bin/python -m pytest -q -m "not slow" --durations=15 -n 2 --dist worksteal tests
+
+# Random configurations, ring against stock. A failure prints a one-line reproducer.
+MINUTES ?= 5
+fuzz: venv
+	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES)
 
 demo: venv
 	$(VENV)/bin/python -m benchmarks.demo

@@ -32,6 +32,8 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
+            "ray>=2.40",
             "ruff",
             "xformers",
             *REAL_MODEL,

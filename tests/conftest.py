@@ -16,7 +16,7 @@ import pytest
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-from tests.harness import Models
+from tests.harness import Models, had_rings
 
 load_general_plugins()
 
@@ -31,3 +31,18 @@ type(current_platform).register_triton_kernel_overrides = functools.cache(
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def _feature_is_what_it_says(request):
+    """A test of a feature that works has seen rings; one that passes through, none."""
+    had_rings.clear()
+    yield
+    marker = request.node.get_closest_marker("feature")
+    if marker is None:
+        return
+    outcome = marker.args[1]
+    if outcome == "works":
+        assert any(had_rings), "no engine of this test had rings"
+    elif outcome in ("passes through", "refused"):
+        assert not any(had_rings), "an engine of this test had rings"

@@ -71,7 +71,7 @@ class EngineCase:
         rng = self.rng
         self.kind = rng.choice(
             ["gemma3", "gemma3", "gemma2", "mistral", "two_windows", "gpt_oss"]
-            + ["gemma3n"]
+            + ["gemma3n", "gemma4"]
         )
         windows = [8, 31, 32, 48, 64, 95, 96, 127]
         w = rng.choice(windows)
@@ -317,9 +317,7 @@ def run_scheduler_case(seed: int, models: Models) -> Counter:
         )
         for i in range(rng.randrange(1, 8))
     ]
-    aborts = {
-        i: rng.randrange(60) for i in range(len(arrivals)) if rng.random() < 0.2
-    }
+    aborts = {i: rng.randrange(60) for i in range(len(arrivals)) if rng.random() < 0.2}
     outputs = sim.run(arrivals, aborts)
     for i, tokens in enumerate(outputs):
         if i not in aborts:

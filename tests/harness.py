@@ -27,6 +27,7 @@ from vllm import LLM, SamplingParams
 
 from benchmarks.models import load_reference, tiny_model
 from vllm_ringwindow.core.manager import RingBlockManager
+from vllm_ringwindow.policy import ring_requested
 
 STOCK: dict[str, Any] = {}
 RING: dict[str, Any] = {"attention_backend": "RING"}
@@ -51,6 +52,9 @@ ANSWERS = "ANSWERS "
 
 _ids = itertools.count()
 
+# For each engine or simulator asked for rings in the current test: whether it had them.
+had_rings: list[bool] = []
+
 
 class Output(NamedTuple):
     """What one request gave."""
@@ -72,6 +76,8 @@ class Engine:
         self.pool = self.kv.block_pool
         self.managers = self.kv.coordinator.single_type_managers
         self.rings = [m for m in self.managers if isinstance(m, RingBlockManager)]
+        if ring_requested(llm.llm_engine.vllm_config):
+            had_rings.append(bool(self.rings))
         self.steps: list[Any] = []  # SchedulerOutput of every step
         self.after_schedule: list[Callable[[Any], None]] = []
         schedule = self.scheduler.schedule
@@ -309,7 +315,8 @@ def run_spawned(
     )
     assert result.returncode == 0, result.stderr[-4000:]
     if backend:
-        assert "ring: on rings: " in result.stdout + result.stderr
+        had_rings.append("ring: on rings: " in result.stdout + result.stderr)
+        assert had_rings[-1]
     (line,) = (s for s in result.stdout.splitlines() if s.startswith(ANSWERS))
     answers = json.loads(line.removeprefix(ANSWERS))
     return [Output(tuple(t), tuple(lp), cached) for t, lp, cached in answers]
@@ -339,6 +346,8 @@ def server(model: Path, *options: str, log: Path):
                 urllib.request.urlopen(f"{url}/health", timeout=5)
                 break
             time.sleep(1)
+        if "ring" in " ".join(options):
+            had_rings.append("ring: on rings: " in log.read_text())
         yield url
     finally:
         process.terminate()

@@ -40,6 +40,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.harness import had_rings
 from vllm_ringwindow.attention.metadata import (
     RingShape,
     group_rows,
@@ -172,6 +173,7 @@ class Simulator:
         self.pool = self.kv.block_pool
         self.managers = self.kv.coordinator.single_type_managers
         self.rings = [m for m in self.managers if isinstance(m, RingBlockManager)]
+        had_rings.append(bool(self.rings))
         self.num_free_at_start = self.pool.get_num_free_blocks()
         self.specs = [g.kv_cache_spec for g in self.kv_config.kv_cache_groups]
         # Groups of a device share bytes; one layer of each aliases block by block.

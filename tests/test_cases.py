@@ -172,6 +172,7 @@ def test_case_12_abort_in_mid_prefill_leaks_nothing(gemma, caching):
             assert_same(expected, e.run([other], 32))
 
 
+@pytest.mark.feature("preemption, FCFS", "works")
 @both_caching
 def test_case_13_preempted_requests_resume_on_fresh_blocks(gemma, caching):
     prompts = random_prompts([30, 40, 50, 60, 35, 45])
@@ -189,6 +190,7 @@ def test_case_13_preempted_requests_resume_on_fresh_blocks(gemma, caching):
         assert e.num_free == free
 
 
+@pytest.mark.feature("asynchronous scheduling", "works")
 def test_case_14_asynchronous_steps_lose_no_block(gemma, monkeypatch):
     """The CPU platform switches it off; the engine's own loop runs it all the same."""
     from vllm.platforms import current_platform

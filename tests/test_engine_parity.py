@@ -35,6 +35,7 @@ def stock(models):
     return get
 
 
+@pytest.mark.feature("chunked prefill, chunks longer than the window", "works")
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no-caching"])
 @pytest.mark.parametrize("budget", [W // 2, W + 1, 4 * W])
 def test_twelve_prompts_equal_stock_at_every_chunk_size(models, stock, budget, caching):
@@ -60,6 +61,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.feature("sinks, soft-caps, several windows in one model, any W", "works")
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no-caching"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_equals_stock_and_transformers(models, stock, shape, caching):
@@ -80,6 +82,7 @@ def test_every_shape_equals_stock_and_transformers(models, stock, shape, caching
     assert_equals_reference(models(kind, window), prompts, ring)
 
 
+@pytest.mark.feature("prompt logprobs", "works")
 def test_prompt_logprobs_equal_stock(models):
     prompts = random_prompts([40, W, 5 * W])
     outputs = []
@@ -117,6 +120,7 @@ def test_switching_the_backend_off_restores_stock_exactly(models):
     assert run(models("gemma3", W), STOCK, prompts, 32) == before
 
 
+@pytest.mark.feature("seeded sampling", "works")
 def test_float32_sampling_with_seed_equals_stock(models):
     prompts = random_prompts([30, 3 * W, 6 * W])
     outputs = []

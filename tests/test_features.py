@@ -51,12 +51,14 @@ def equal_to_stock(model, prompts, max_tokens=48, **options):
         assert_same(expected, ring)
 
 
+@pytest.mark.feature("fp8 KV cache (e4m3, e5m2)", "works")
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_kv_cache(gemma, dtype):
     """Case 23: copies move raw bytes."""
     equal_to_stock(gemma, random_prompts(LENGTHS), kv_cache_dtype=dtype)
 
 
+@pytest.mark.feature("`kv_cache_dtype_skip_layers`", "works")
 def test_fp8_with_sliding_layers_left_out(gemma):
     """Two precisions share blocks: fresh blocks are zeroed, recycled ones not (I11)."""
     equal_to_stock(
@@ -67,6 +69,7 @@ def test_fp8_with_sliding_layers_left_out(gemma):
     )
 
 
+@pytest.mark.feature("KV sharing (Gemma 3n), fast prefill too", "works")
 @pytest.mark.parametrize("fast_prefill", [False, True])
 def test_layers_that_share_kv_read_what_their_target_wrote(models, fast_prefill):
     """Gemma 3n: the target's staging lives until the step ends (H8)."""
@@ -96,6 +99,7 @@ def test_several_staged_prefills_of_a_shared_layer_keep_their_staging(
         assert_same(expected, run(model, RING, prompts, 24, **MANY_STAGED))
 
 
+@pytest.mark.feature("logit bias, penalties, minimum tokens", "works")
 def test_logit_bias_and_penalties(gemma):
     prompts = random_prompts([40, 3 * W, 6 * W])
     sampling = dict(
@@ -108,6 +112,7 @@ def test_logit_bias_and_penalties(gemma):
     assert_same(*outputs)
 
 
+@pytest.mark.feature("preemption, priority", "works")
 def test_priority_scheduling(gemma):
     prompts = random_prompts([30, 40, 50, 60, 35, 45])
     expected = run(gemma, STOCK, prompts, 200)
@@ -139,6 +144,7 @@ def adapter(tmp_path_factory):
     return LoRARequest("adapter", 1, str(path))
 
 
+@pytest.mark.feature("LoRA", "works")
 def test_lora_beside_the_base_model(models, adapter):
     prompts = random_prompts([10, W, 300])
     outputs = []
@@ -159,6 +165,7 @@ def test_lora_beside_the_base_model(models, adapter):
     assert differs(outputs[0][:3], outputs[0][3:])  # the adapter does something
 
 
+@pytest.mark.feature("compiled models", "works")
 @pytest.mark.slow
 def test_a_compiled_model(gemma, monkeypatch):
     """vLLM's default, without ``enforce_eager``: the attention op stays opaque."""

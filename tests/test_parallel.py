@@ -88,7 +88,7 @@ def test_two_data_parallel_engines(gemma, one_core_each, tmp_path):
         )
 
 
-@pytest.mark.feature("pipeline parallel", "works (planner and scheduler)")
+@pytest.mark.feature("pipeline parallel", "works (planner)")
 @pytest.mark.parametrize(
     "first, second", [("S", "SSSSSF"), ("SSSSSF", "S"), ("F", "SS")]
 )

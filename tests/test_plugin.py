@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 import vllm_ringwindow
 from tests.harness import DEFAULTS, RING, STOCK, assert_same, engine, random_prompts
+from tests.simulator import make_config
 from vllm_ringwindow import compat
 from vllm_ringwindow.attention.cpu import RingCPUBackend
 from vllm_ringwindow.core.manager import RingBlockManager
 from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
+from vllm_ringwindow.policy import check_supported, pass_through_reason
 
 W = 64
 RING_FOR_SLIDING = {
@@ -182,6 +185,9 @@ def test_ring_and_stock_layers_never_share_a_group():
     )
 
 
+@pytest.mark.feature(
+    "a block size that the kernel would split (`--block-size`)", "refused"
+)
 def test_kernel_blocks_smaller_than_blocks_are_refused_by_name():
     spec = make_spec()
     assert spec.copy_with_new_block_size(32) is spec
@@ -232,15 +238,69 @@ def test_a_model_without_sliding_layers_runs_and_says_so(models):
     assert "ring: NOT in use: no layer of this model is on a ring" in said.lines
 
 
+# -- passed through, with the reason ---------------------------------------------------
+
+
+def option(path, value):
+    """An edit of a VllmConfig: what the CPU platform would not let a user ask for."""
+
+    def edit(config):
+        *owners, name = path.split(".")
+        for owner in owners:
+            config = getattr(config, owner)
+        setattr(config, name, value)
+
+    return edit
+
+
+@pytest.mark.feature(
+    "DCP, PCP, non-causal attention, other drafting methods", "passes through"
+)
+@pytest.mark.parametrize(
+    "edit, reason",
+    [
+        (
+            option("parallel_config.decode_context_parallel_size", 2),
+            "--decode-context-parallel-size",
+        ),
+        (
+            option("parallel_config.prefill_context_parallel_size", 2),
+            "--prefill-context-parallel-size",
+        ),
+        (option("attention_config.use_non_causal", True), "non-causal"),
+        (
+            option("speculative_config", SimpleNamespace(method="medusa")),
+            "speculative method 'medusa'",
+        ),
+    ],
+)
+def test_whole_engines_pass_through_with_the_reason(gemma, edit, reason):
+    config = make_config(gemma, block_size=32)
+    assert pass_through_reason(config) is None
+    edit(config)
+    assert reason in pass_through_reason(config)
+
+
+@pytest.mark.engine
+@pytest.mark.feature("attention backends other than `CPU_ATTN`", "passes through")
+def test_a_backend_without_a_ring_passes_through(monkeypatch, gemma):
+    """What a GPU platform chooses: no ring for it yet."""
+    monkeypatch.setattr("vllm_ringwindow.policy.RING_BACKENDS", {})
+    prompts = random_prompts([3 * W])
+    with engine(gemma, STOCK) as e:
+        expected = e.run(prompts)
+    with Said() as said, engine(gemma, RING) as e:
+        assert not e.rings
+        assert_same(expected, e.run(prompts))
+    assert any("no ring for CPUAttentionBackend yet" in line for line in said.lines)
+
+
 # -- refused, by option name -----------------------------------------------------------
 
 
+@pytest.mark.feature("micro-batching (`--enable-dbo`, `--ubatch-size`)", "refused")
 def test_micro_batching_is_refused_by_option():
     """The CPU platform switches it off before we are asked: the check itself."""
-    from types import SimpleNamespace
-
-    from vllm_ringwindow.policy import check_supported
-
     ring = SimpleNamespace(name="RING")
     config = SimpleNamespace(
         attention_config=SimpleNamespace(backend=ring, backend_per_kind={}),
@@ -300,6 +360,7 @@ def test_the_start_up_lines_say_what_was_decided(gemma):
 
 
 @pytest.mark.engine
+@pytest.mark.feature("hybrid KV cache manager off", "passes through")
 def test_the_hybrid_manager_off_is_said(gemma):
     with Said() as said, engine(gemma, RING, disable_hybrid_kv_cache_manager=True):
         pass

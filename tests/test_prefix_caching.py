@@ -48,6 +48,7 @@ def test_the_same_prompt_twice_in_one_step(gemma, length, retention):
     assert ring[1].cached == (length - 1) // 32 * 32
 
 
+@pytest.mark.feature("prefix caching, every retention interval", "works")
 @pytest.mark.parametrize("retention", [0, 128, None])
 @pytest.mark.parametrize("budget", [2048, 100])
 def test_four_prompts_that_share_300_tokens(gemma, retention, budget):

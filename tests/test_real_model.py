@@ -75,6 +75,7 @@ def served_by_stock(gemma, prompts, tmp_path_factory):
         return [complete(url, model=str(gemma), prompt=p) for p in prompts[1:3]]
 
 
+@pytest.mark.feature("`vllm serve`, spawned engines", "works")
 def test_vllm_serve_answers_like_stock(gemma, prompts, served_by_stock, tmp_path):
     log = tmp_path / "log"
     with server(gemma, *SERVE, "--attention-backend", "ring", log=log) as url:

@@ -82,6 +82,7 @@ def sample_output(done, sample):
 # -- what a request asks for -----------------------------------------------------------
 
 
+@pytest.mark.feature("n > 1", "works")
 def test_parallel_sampling_of_several_prompts(gemma):
     prompts = [{"prompt_token_ids": p} for p in random_prompts([20, 3 * W])]
     params = sampling_params(100, n=3, temperature=0.8, seed=7)
@@ -97,6 +98,7 @@ def test_parallel_sampling_of_several_prompts(gemma):
     assert all(len({o.tokens for o in samples}) == 3 for samples in ring)
 
 
+@pytest.mark.feature("beam search", "works")
 def test_beam_search(with_tokenizer):
     """Beams share prefixes, part in mid-ring, and end."""
     params = BeamSearchParams(beam_width=3, max_tokens=64, ignore_eos=True)
@@ -137,6 +139,7 @@ def follows_schema(text):
     return value["kind"] in ("window", "full") and len(value["sizes"]) == 25
 
 
+@pytest.mark.feature("structured outputs", "works")
 @pytest.mark.filterwarnings("ignore:max_rollback_tokens is deprecated")
 def test_structured_outputs(with_tokenizer):
     """Each answer is longer than the window and obeys; free text does not."""
@@ -193,6 +196,7 @@ class NoRepeats(AdapterLogitsProcessor):
         return forbid
 
 
+@pytest.mark.feature("logits processors", "works")
 def test_a_custom_logits_processor(gemma):
     prompts = random_prompts([10, W, 300])
     span = 40
@@ -217,6 +221,7 @@ def test_a_custom_logits_processor(gemma):
     assert any(repeats(o) for o in ring[1])
 
 
+@pytest.mark.feature("causal pooling models", "works")
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_a_causal_pooling_model(with_tokenizer, task):
     """Vectors of the last token or of every token; a window off by one shows."""
@@ -284,6 +289,7 @@ def abort_when(e, victim, reached):
     return done
 
 
+@pytest.mark.feature("abort in every state", "works")
 def test_abort_in_every_state(gemma):
     """Nothing leaks; a neighbour and a newcomer answer as in stock."""
     neighbour, newcomer = random_prompts([3 * W, 2 * W + 10], seed=1)
@@ -334,6 +340,7 @@ def test_abort_while_preempted(gemma):
 # -- what happens to an engine in between ----------------------------------------------
 
 
+@pytest.mark.feature("prefix cache reset, sleep and wake", "works")
 def test_what_was_cached_is_gone_after_a_reset_and_a_sleep(gemma):
     """On the CPU sleep unloads nothing, but aborts what runs and drops the cache."""
     prompts = random_prompts([W, 300, 5 * W])
@@ -448,6 +455,7 @@ def busy(gemma):
     return prompts, run(gemma, STOCK, prompts, 40)
 
 
+@pytest.mark.feature("KV cache events", "works")
 @pytest.mark.parametrize("retention", [0, 128])
 def test_kv_cache_events_tell_what_the_pool_holds(gemma, busy, retention):
     """At every step of a workload with evictions, preemptions and a reset."""
@@ -509,6 +517,7 @@ def metrics(e):
     return {m.name: m.value for m in e.llm.get_metrics() if hasattr(m, "value")}
 
 
+@pytest.mark.feature("metrics", "works")
 def test_metrics_tell_what_the_pool_holds(gemma):
     """Usage is of blocks with an owner; hits are those of stock."""
     shared, *tails = random_prompts([4 * W, 30, W, 90], seed=3)

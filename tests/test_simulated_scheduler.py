@@ -107,6 +107,9 @@ def drafting(model, num_drafts, by_model):
     return options | {"num_speculative_tokens": num_drafts}
 
 
+@pytest.mark.feature(
+    "drafts with asynchronous scheduling or pipelines", "works (scheduler)"
+)
 @settings(max_examples=120, deadline=None)
 @given(
     window=st.integers(1, 20),
@@ -195,6 +198,7 @@ def test_prefix_reuse_equals_stock(
     assert cached[0] == cached[1]
 
 
+@pytest.mark.feature("streaming input", "works (scheduler)")
 @settings(max_examples=60, deadline=None)
 @given(
     window=st.integers(1, 24),

@@ -63,6 +63,7 @@ def all_stock(e):
 # -- on rings --------------------------------------------------------------------------
 
 
+@pytest.mark.feature("ALiBi", "works")
 @on_engines
 def test_alibi(gemma, plain, monkeypatch):
     """No CPU model has slopes and a window: every layer is given slopes here."""
@@ -79,6 +80,7 @@ def test_alibi(gemma, plain, monkeypatch):
     assert all(differs([a], [b]) for a, b in zip(plain, expected))
 
 
+@pytest.mark.feature("MQA, GQA, MHA", "works")
 @on_engines
 @pytest.mark.parametrize("kv_heads", [1, 4], ids=["MQA", "MHA"])
 def test_key_and_value_heads(models, kv_heads):
@@ -108,6 +110,7 @@ GEMMA4 = {
 }
 
 
+@pytest.mark.feature("head sizes per layer, KV sharing (Gemma 4)", "works")
 @on_engines
 @pytest.mark.parametrize("case", GEMMA4)
 def test_head_sizes_per_layer(models, case):
@@ -130,6 +133,7 @@ def test_head_sizes_per_layer(models, case):
 # -- passed through --------------------------------------------------------------------
 
 
+@pytest.mark.feature("encoder-only attention", "passes through")
 @on_engines
 def test_encoder_only_attention_passes_through(tmp_path):
     """ModernBERT: a later token changes an earlier vector."""
@@ -175,6 +179,7 @@ def test_encoder_only_attention_passes_through(tmp_path):
     assert (ring[0][0] - ring[-1][0]).abs().max() > 1e-3
 
 
+@pytest.mark.feature("chunked-local attention (Llama 4)", "passes through")
 @on_engines
 def test_chunked_local_attention_passes_through(tmp_path):
     """Llama 4: chunks of W tokens in every other layer."""
@@ -210,6 +215,7 @@ def test_chunked_local_attention_passes_through(tmp_path):
         assert_same(expected, e.run(prompts, 30))
 
 
+@pytest.mark.feature("multi-modal prefix attention", "passes through")
 @on_engines
 def test_multi_modal_prefix_attention_passes_through(gemma, plain, monkeypatch):
     """A model that says it has image ranges, asked text only."""
@@ -228,6 +234,7 @@ SLIDING = AttentionSelectorConfig(
 )
 
 
+@pytest.mark.feature("MLA, sparse, cross-attention, R-SWA", "passes through")
 @pytest.mark.parametrize(
     ("traits", "reason"),
     [
