@@ -315,7 +315,8 @@ class Simulator:
             size = self.specs[group].block_size
             for request_id, blocks in manager.req_to_blocks.items():
                 ids = self.rows[request_id].ids[group]
-                lent = getattr(manager, "_lent", {}).get(request_id, ())
+                ring = getattr(manager, "_rings", {}).get(request_id)
+                lent = ring.lent if ring else ()
                 for i, block in enumerate(blocks):
                     if i in lent or block.is_null or block.block_hash is None:
                         continue

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -285,13 +286,17 @@ def test_whole_engines_pass_through_with_the_reason(gemma, edit, reason):
 @pytest.mark.feature("attention backends other than `CPU_ATTN`", "passes through")
 def test_a_backend_without_a_ring_passes_through(monkeypatch, gemma):
     """What a GPU platform chooses: no ring for it yet."""
-    monkeypatch.setattr("vllm_ringwindow.policy.RING_BACKENDS", {})
     prompts = random_prompts([3 * W])
     with engine(gemma, STOCK) as e:
         expected = e.run(prompts)
-    with Said() as said, engine(gemma, RING) as e:
-        assert not e.rings
-        assert_same(expected, e.run(prompts))
+    monkeypatch.setattr("vllm_ringwindow.policy.RING_BACKENDS", {})
+    _cached_get_attn_backend.cache_clear()  # vLLM remembers its selections
+    try:
+        with Said() as said, engine(gemma, RING) as e:
+            assert not e.rings
+            assert_same(expected, e.run(prompts))
+    finally:
+        _cached_get_attn_backend.cache_clear()
     assert any("no ring for CPUAttentionBackend yet" in line for line in said.lines)
 
 

@@ -239,8 +239,9 @@ def test_without_lending_a_streaming_session_loses_its_context(model, monkeypatc
 
     def forgetful(self, request_id, *args, **kwargs):
         new_blocks = allocate(self, request_id, *args, **kwargs)
-        for i in self._lent.pop(request_id, ()):
+        for i in self._rings[request_id].lent:
             self.req_to_blocks[request_id][i] = self._null_block
+        self._rings[request_id].lent = []
         return new_blocks
 
     def run():

@@ -17,6 +17,7 @@ batch with its whole list (a streaming session's next chunk) reads its context t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -36,6 +37,18 @@ class _Growth(NamedTuple):
     new_blocks: list[KVCacheBlock]  # the list handed to the scheduler
 
 
+@dataclass(slots=True)
+class _Ring:
+    """What one request holds in one group, beside its blocks."""
+
+    capacity: int = 0  # tokens that its logical blocks have slots for
+    num_behind: int = -1  # logical blocks behind the window when last swept
+    unswept: bool = False  # has grown since then
+    first_held: int = 0  # lowest logical block that may still be physical
+    # Logical blocks whose physical block moved on in the last allocation.
+    lent: list[int] = field(default_factory=list)
+
+
 class RingBlockManager(SlidingWindowManager):
     """Keeps ``R`` blocks per request and recycles them in place.
 
@@ -50,10 +63,9 @@ class RingBlockManager(SlidingWindowManager):
     def __init__(self, kv_cache_spec: RingWindowSpec, **kwargs) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.num_ring_blocks = kv_cache_spec.num_ring_blocks
-        # Lowest logical block that may still be physical, per request.
-        self._first_held: dict[str, int] = {}
-        # Logical blocks whose physical block moved on in the last allocation.
-        self._lent: dict[str, list[int]] = {}
+        # Tokens below the window of the next query, W - 1 before it, are not held.
+        self._num_kept = self.sliding_window - 1 + self.extra_retained_tokens
+        self._rings: dict[str, _Ring] = {}
         # What the allocation in progress added, until its blocks are cached.
         self._growth: _Growth | None = None
         # Blocks hashed in this step: their content exists after the step only.
@@ -61,15 +73,18 @@ class RingBlockManager(SlidingWindowManager):
 
     # -- planning: the same function behind the count and the allocation (I1) -----
 
+    def _ring(self, request_id: str) -> _Ring:
+        ring = self._rings.get(request_id)
+        if ring is None:
+            ring = self._rings[request_id] = _Ring()
+        return ring
+
     def _recyclable(self, request_id: str, end: int) -> list[int]:
         """Logical blocks below ``end`` whose physical block may be overwritten."""
         blocks = self.req_to_blocks[request_id]
         writable = self.block_pool.is_block_writable
-        return [
-            i
-            for i in range(self._first_held.get(request_id, 0), min(end, len(blocks)))
-            if writable(blocks[i])
-        ]
+        first = self._ring(request_id).first_held
+        return [i for i in range(first, min(end, len(blocks))) if writable(blocks[i])]
 
     def _plan(self, request_id: str, required: int) -> tuple[int, list[int], int]:
         """How a request grows to ``required`` logical blocks.
@@ -94,6 +109,7 @@ class RingBlockManager(SlidingWindowManager):
         num_local_computed_tokens: int,
         num_tokens_main_model: int,
         apply_admission_cap: bool = False,
+        prefill_end: int = 0,
         **kwargs,
     ) -> int:
         """Blocks the pool must have free: fresh ones plus evictable prefix hits.
@@ -102,10 +118,11 @@ class RingBlockManager(SlidingWindowManager):
         steps 0; with a hit of 16 tokens whose last 2 blocks are in the window and
         unreferenced it takes 3 + 2.
         """
+        ring = self._rings.get(request_id)
+        if ring is not None and num_tokens <= ring.capacity:
+            return 0
         required = cdiv(num_tokens, self.block_size)
         if blocks := self.req_to_blocks.get(request_id):
-            if required <= len(blocks):
-                return 0
             if not apply_admission_cap:
                 return self._plan(request_id, required)[2]
             physical = len({b.block_id for b in blocks if not b.is_null})
@@ -135,7 +152,9 @@ class RingBlockManager(SlidingWindowManager):
     def add_local_computed_blocks(self, request_id: str, *args, **kwargs) -> None:
         super().add_local_computed_blocks(request_id, *args, **kwargs)
         blocks = self.req_to_blocks[request_id]
-        self._first_held[request_id] = next(
+        ring = self._ring(request_id)
+        ring.capacity = len(blocks) * self.block_size
+        ring.first_held = next(
             (i for i, b in enumerate(blocks) if not b.is_null), len(blocks)
         )
 
@@ -151,19 +170,20 @@ class RingBlockManager(SlidingWindowManager):
         ring, behind the window, only shared and hashed ones: the writable ones wait
         to be recycled. Nothing that the coming chunk reads is released (I5).
         """
-        blocks = self.req_to_blocks.get(request_id)
-        if not blocks:
+        ring = self._rings.get(request_id)
+        if ring is None:
             return
-        for i in self._lent.pop(request_id, ()):
+        num_behind = (processed_computed_tokens - self._num_kept) // self.block_size
+        if num_behind == ring.num_behind and not ring.unswept:
+            return
+        ring.num_behind, ring.unswept = num_behind, False
+        blocks = self.req_to_blocks[request_id]
+        for i in ring.lent:
             blocks[i] = self._null_block
+        ring.lent.clear()
         below_ring = len(blocks) - self.num_ring_blocks
-        behind_window = min(
-            self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size,
-            len(blocks),
-        )
-        first = self._first_held.get(request_id, 0)
         released = []
-        for i in range(first, max(below_ring, behind_window)):
+        for i in range(ring.first_held, max(below_ring, min(num_behind, len(blocks)))):
             block = blocks[i]
             if block.is_null:
                 continue
@@ -172,7 +192,7 @@ class RingBlockManager(SlidingWindowManager):
                 blocks[i] = self._null_block
         if released:
             self.block_pool.free_blocks(reversed(released))
-        self._first_held[request_id] = max(first, below_ring)
+        ring.first_held = max(ring.first_held, below_ring)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int, **kwargs
@@ -183,19 +203,21 @@ class RingBlockManager(SlidingWindowManager):
             The blocks to append to the worker's row: a recycled block appears again
             under its new position, a block of the chunk outside the ring is null.
         """
+        self._growth = None
+        ring = self._ring(request_id)
+        if num_tokens <= ring.capacity:
+            return []
         blocks = self.req_to_blocks[request_id]
         required = cdiv(num_tokens, self.block_size)
-        self._growth = None
-        if required <= len(blocks):
-            return []
         first = len(blocks)
         ring_first, recycled, num_fresh = self._plan(request_id, required)
         new_blocks = [self._null_block] * (ring_first - first)
         new_blocks += [blocks[i] for i in recycled]
         new_blocks += self._fresh_blocks(num_fresh)
         blocks.extend(new_blocks)
-        if recycled:
-            self._lent[request_id] = recycled
+        ring.capacity = required * self.block_size
+        ring.unswept = True
+        ring.lent = recycled
         self._growth = _Growth(request_id, first, ring_first, new_blocks)
         return new_blocks
 
@@ -209,9 +231,9 @@ class RingBlockManager(SlidingWindowManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
-        for i in self._lent.pop(request_id, ()):
-            blocks[i] = self._null_block
-        self._first_held.pop(request_id, None)
+        if ring := self._rings.pop(request_id, None):
+            for i in ring.lent:
+                blocks[i] = self._null_block
         return blocks
 
     # -- prefix caching ----------------------------------------------------------
@@ -231,6 +253,8 @@ class RingBlockManager(SlidingWindowManager):
         """Hash full blocks, as stock does, once retained ones are physical (I9)."""
         growth, self._growth = self._growth, None
         first = self.num_cached_block.get(request.request_id, 0)
+        if num_tokens < (first + 1) * self.block_size:
+            return
         if growth is not None and growth.request_id == request.request_id:
             wanted = self._retained_without_block(
                 request,
@@ -262,7 +286,7 @@ class RingBlockManager(SlidingWindowManager):
 
     def _lent_blocks(self, request_id: str) -> dict[int, KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
-        return {i: blocks[i] for i in self._lent.get(request_id, ())}
+        return {i: blocks[i] for i in self._ring(request_id).lent}
 
     def _retained_without_block(
         self,
@@ -274,7 +298,7 @@ class RingBlockManager(SlidingWindowManager):
         replay_boundaries: Sequence[int],
     ) -> list[int]:
         """Logical blocks that stock would retain and the ring gave up or skipped."""
-        lent = self._lent.get(growth.request_id, ())
+        lent = self._ring(growth.request_id).lent
         end = min(end, growth.ring_first)
         candidates = [i for i in range(first, end) if i >= growth.first or i in lent]
         if not candidates:
@@ -308,16 +332,15 @@ class RingBlockManager(SlidingWindowManager):
         if not wanted:
             return
         blocks = self.req_to_blocks[growth.request_id]
-        lent = self._lent.get(growth.request_id, [])
+        ring = self._ring(growth.request_id)
         for i, fresh in zip(wanted, self._fresh_blocks(len(wanted))):
-            if i in lent:
+            if i in ring.lent:
                 # Keep the content where it is; the new position takes the fresh one.
-                lent.remove(i)
+                ring.lent.remove(i)
                 i = blocks.index(blocks[i], growth.ring_first)
             blocks[i] = fresh
             growth.new_blocks[i - growth.first] = fresh
-        held = self._first_held.get(growth.request_id, 0)
-        self._first_held[growth.request_id] = min(held, wanted[0])
+        ring.first_held = min(ring.first_held, wanted[0])
 
     # -- for tests and for whoever debugs a pool ----------------------------------
 
@@ -325,7 +348,7 @@ class RingBlockManager(SlidingWindowManager):
         """Raise ``AssertionError`` unless I1, I2 and I4 hold for every request."""
         owners: dict[int, int] = {}
         for request_id, blocks in self.req_to_blocks.items():
-            lent = self._lent.get(request_id, ())
+            lent = self._ring(request_id).lent
             physical = [
                 b for i, b in enumerate(blocks) if not b.is_null and i not in lent
             ]
