@@ -183,6 +183,25 @@ def _get_kv_cache_spec(original, self, vllm_config):
     return spec
 
 
+def rest_requests() -> None:
+    from vllm.v1.core import kv_cache_manager
+
+    _wrap(
+        kv_cache_manager,
+        "get_kv_cache_coordinator",
+        ["kv_cache_config"],
+        _get_kv_cache_coordinator,
+    )
+
+
+def _get_kv_cache_coordinator(original, *args, **kwargs):
+    from vllm_ringwindow.core.coordinator import let_requests_rest
+
+    coordinator = original(*args, **kwargs)
+    let_requests_rest(coordinator)
+    return coordinator
+
+
 # -- what was decided --------------------------------------------------------------
 
 
@@ -252,6 +271,15 @@ PATCHES = (
         upstream="customize_spec() is marked temporary (issue 42449)",
         remove_when="the backend builds the spec from the layer and the config",
         apply=make_ring_specs,
+    ),
+    Patch(
+        name="resting requests",
+        target="vllm.v1.core.kv_cache_manager.get_kv_cache_coordinator",
+        why="the coordinator asks every group about every request in every step, and "
+        "most answers are no",
+        upstream="none",
+        remove_when="the coordinator asks only when a block border is crossed",
+        apply=rest_requests,
     ),
     Patch(
         name="start-up report",

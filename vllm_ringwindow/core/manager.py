@@ -16,6 +16,7 @@ the worker the old position still names the block, because a request that enters
 batch with its whole list (a streaming session's next chunk) reads its context there.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,16 +38,34 @@ class _Growth(NamedTuple):
     new_blocks: list[KVCacheBlock]  # the list handed to the scheduler
 
 
+class _Plan(NamedTuple):
+    """How a request grows."""
+
+    ring_first: int  # first new logical block in the ring
+    recycled: list[int]  # logical blocks whose physical ones move on
+    num_fresh: int  # blocks to take from the pool
+
+
 @dataclass(slots=True)
 class _Ring:
     """What one request holds in one group, beside its blocks."""
 
     capacity: int = 0  # tokens that its logical blocks have slots for
-    num_behind: int = -1  # logical blocks behind the window when last swept
+    num_behind: int = 0  # logical blocks behind the window when last swept
     unswept: bool = False  # has grown since then
     first_held: int = 0  # lowest logical block that may still be physical
+    last_shared: int = -1  # highest logical block that may be hashed or shared
+    hashed_all: bool = False  # no later block will be hashed
     # Logical blocks whose physical block moved on in the last allocation.
     lent: list[int] = field(default_factory=list)
+
+
+class Rest(NamedTuple):
+    """Up to where a ring has nothing to do for a request, in tokens."""
+
+    slots: int  # tokens that have slots
+    leaves: int  # processed tokens at which the window leaves a block behind
+    fills: int  # tokens at which a block is full and may be hashed
 
 
 class RingBlockManager(SlidingWindowManager):
@@ -66,6 +85,8 @@ class RingBlockManager(SlidingWindowManager):
         # Tokens below the window of the next query, W - 1 before it, are not held.
         self._num_kept = self.sliding_window - 1 + self.extra_retained_tokens
         self._rings: dict[str, _Ring] = {}
+        # (request, required blocks, plan): what was counted is then allocated.
+        self._planned: tuple[str, int, _Plan] | None = None
         # What the allocation in progress added, until its blocks are cached.
         self._growth: _Growth | None = None
         # Blocks hashed in this step: their content exists after the step only.
@@ -86,19 +107,14 @@ class RingBlockManager(SlidingWindowManager):
         first = self._ring(request_id).first_held
         return [i for i in range(first, min(end, len(blocks))) if writable(blocks[i])]
 
-    def _plan(self, request_id: str, required: int) -> tuple[int, list[int], int]:
-        """How a request grows to ``required`` logical blocks.
-
-        Returns:
-            The first new logical block in the ring, the logical blocks to recycle
-            and the number of fresh blocks to take.
-        """
+    def _plan(self, request_id: str, required: int) -> _Plan:
+        """How a request grows to ``required`` logical blocks."""
         held = len(self.req_to_blocks[request_id])
         ring_first = max(held, required - self.num_ring_blocks)
         num_new = required - ring_first
         recycled = self._recyclable(request_id, required - self.num_ring_blocks)
         recycled = recycled[:num_new]
-        return ring_first, recycled, num_new - len(recycled)
+        return _Plan(ring_first, recycled, num_new - len(recycled))
 
     def get_num_blocks_to_allocate(
         self,
@@ -124,7 +140,9 @@ class RingBlockManager(SlidingWindowManager):
         required = cdiv(num_tokens, self.block_size)
         if blocks := self.req_to_blocks.get(request_id):
             if not apply_admission_cap:
-                return self._plan(request_id, required)[2]
+                plan = self._plan(request_id, required)
+                self._planned = request_id, required, plan
+                return plan.num_fresh
             physical = len({b.block_id for b in blocks if not b.is_null})
             return self._capped(physical, required - len(blocks)) - physical
 
@@ -154,6 +172,7 @@ class RingBlockManager(SlidingWindowManager):
         blocks = self.req_to_blocks[request_id]
         ring = self._ring(request_id)
         ring.capacity = len(blocks) * self.block_size
+        ring.last_shared = len(blocks) - 1
         ring.first_held = next(
             (i for i, b in enumerate(blocks) if not b.is_null), len(blocks)
         )
@@ -174,9 +193,11 @@ class RingBlockManager(SlidingWindowManager):
         if ring is None:
             return
         num_behind = (processed_computed_tokens - self._num_kept) // self.block_size
-        if num_behind == ring.num_behind and not ring.unswept:
+        if not ring.unswept and (
+            num_behind <= ring.num_behind or ring.num_behind > ring.last_shared
+        ):
             return
-        ring.num_behind, ring.unswept = num_behind, False
+        ring.num_behind, ring.unswept = max(num_behind, 0), False
         blocks = self.req_to_blocks[request_id]
         for i in ring.lent:
             blocks[i] = self._null_block
@@ -210,7 +231,11 @@ class RingBlockManager(SlidingWindowManager):
         blocks = self.req_to_blocks[request_id]
         required = cdiv(num_tokens, self.block_size)
         first = len(blocks)
-        ring_first, recycled, num_fresh = self._plan(request_id, required)
+        planned, self._planned = self._planned, None
+        if planned is None or planned[:2] != (request_id, required):
+            ring_first, recycled, num_fresh = self._plan(request_id, required)
+        else:
+            ring_first, recycled, num_fresh = planned[2]
         new_blocks = [self._null_block] * (ring_first - first)
         new_blocks += [blocks[i] for i in recycled]
         new_blocks += self._fresh_blocks(num_fresh)
@@ -228,6 +253,20 @@ class RingBlockManager(SlidingWindowManager):
         if self._record_new_block_ids:
             self.new_block_ids.extend(b.block_id for b in fresh)  # I11: fresh only
         return fresh
+
+    def rest(self, request_id: str) -> Rest | None:
+        """Until when the other calls do nothing for a request; None: do call."""
+        ring = self._rings.get(request_id)
+        if ring is None or ring.unswept:
+            return None
+        size = self.block_size
+        hashed = self.num_cached_block.get(request_id, 0)
+        leaves = fills = sys.maxsize
+        if ring.num_behind <= ring.last_shared:
+            leaves = (ring.num_behind + 1) * size + self._num_kept
+        if self.enable_caching and not ring.hashed_all:
+            fills = (hashed + 1) * size
+        return Rest(slots=ring.capacity, leaves=leaves, fills=fills)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
@@ -255,6 +294,10 @@ class RingBlockManager(SlidingWindowManager):
         first = self.num_cached_block.get(request.request_id, 0)
         if num_tokens < (first + 1) * self.block_size:
             return
+        if self._past_boundaries(request, first, retention_interval, replay_boundaries):
+            self._ring(request.request_id).hashed_all = True
+            self.num_cached_block[request.request_id] = num_tokens // self.block_size
+            return
         if growth is not None and growth.request_id == request.request_id:
             wanted = self._retained_without_block(
                 request,
@@ -278,11 +321,25 @@ class RingBlockManager(SlidingWindowManager):
             **kwargs,
         )
         last = self.num_cached_block.get(request.request_id, 0)
-        for block in blocks[first:last]:
+        for i, block in enumerate(blocks[first:last], first):
             if block.block_hash is not None:
                 self._published.add(block.block_id)
+                self._ring(request.request_id).last_shared = i
         for i, block in lent.items():
             blocks[i] = block
+
+    def _past_boundaries(
+        self,
+        request: Request,
+        first: int,
+        retention_interval: int | None,
+        replay_boundaries: Sequence[int],
+    ) -> bool:
+        """Whether ``reachable_block_mask`` retains nothing from block ``first`` on."""
+        if retention_interval != 0 or self.cache_hit_alignment_tokens % self.block_size:
+            return False
+        last = max((*replay_boundaries, request.shared_prefix_boundary or 0))
+        return first > last // self.block_size + 1  # EAGLE keeps one block above
 
     def _lent_blocks(self, request_id: str) -> dict[int, KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
