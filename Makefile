@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: venv test fuzz demo lint clean
+.PHONY: venv test fuzz bench demo lint clean
 
 venv: $(VENV)/.installed
 
@@ -20,6 +20,13 @@ test: venv
 MINUTES ?= 5
 fuzz: venv
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES)
+
+# The quick set, into benchmarks/results/: about an hour on two idle cores.
+BENCHMARKS := capacity scheduler allocator memory window_update accuracy throughput serve
+bench: venv
+	for name in $(BENCHMARKS); do \
+	    $(VENV)/bin/python -m benchmarks.$$name --quick --save || exit 1; \
+	done
 
 demo: venv
 	$(VENV)/bin/python -m benchmarks.demo

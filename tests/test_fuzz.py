@@ -13,7 +13,7 @@ def test_ring_and_stock_engines_agree(models, seed):
     assert run_case(f"engine:{seed}", models)["requests"]
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
+@pytest.mark.parametrize("first", [0, 25, 50, 75, 375])
 def test_schedulers_find_what_they_wrote(models, first):
     assert all(
         run_case(f"scheduler:{seed}", models)["reads"]

@@ -85,7 +85,8 @@ class RingBlockManager(SlidingWindowManager):
         # Tokens below the window of the next query, W - 1 before it, are not held.
         self._num_kept = self.sliding_window - 1 + self.extra_retained_tokens
         self._rings: dict[str, _Ring] = {}
-        # (request, required blocks, plan): what was counted is then allocated.
+        # (request, required blocks, plan) of the last count, for the allocation that
+        # follows it at once, if the pool allows.
         self._planned: tuple[str, int, _Plan] | None = None
         # What the allocation in progress added, until its blocks are cached.
         self._growth: _Growth | None = None
@@ -137,6 +138,7 @@ class RingBlockManager(SlidingWindowManager):
         ring = self._rings.get(request_id)
         if ring is not None and num_tokens <= ring.capacity:
             return 0
+        self._planned = None
         required = cdiv(num_tokens, self.block_size)
         if blocks := self.req_to_blocks.get(request_id):
             if not apply_admission_cap:
