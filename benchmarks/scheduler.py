@@ -393,7 +393,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     rows = measure(args)
-    common.finish(args, "scheduler", rows, model="shapes")
+    common.finish(args, "scheduler", rows, model=args.model)
     failed = 0
     for stock, ring in zip(rows[::2], rows[1::2]):
         for line, met in verdicts(stock, ring):

@@ -18,16 +18,24 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests import conftest  # noqa: F401  # one process, many engines
-from tests.harness import RING, STOCK, Engine, Models, engine, sampling_params
+from tests.harness import (
+    RING,
+    STOCK,
+    Engine,
+    Models,
+    asynchronous_cpu,
+    engine,
+    sampling_params,
+)
 from tests.simulator import (
     VOCAB,
     Simulator,
+    least_blocks,
     make_config,
     make_specs,
     plan,
@@ -210,26 +218,6 @@ def compare(
                 assert off <= tolerance, f"request {i}, token {j}: logprob off by {off}"
 
 
-@contextmanager
-def asynchronous_cpu(on: bool):
-    """vLLM's CPU platform switches asynchronous scheduling off; the engine runs it."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    original = vars(platform)["check_and_update_config"]
-
-    def update(cls, vllm_config):
-        original.__func__(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    if on:
-        platform.check_and_update_config = classmethod(update)
-    try:
-        yield
-    finally:
-        platform.check_and_update_config = original
-
-
 def run_engine_case(seed: int, models: Models) -> Counter:
     case = EngineCase(random.Random(f"engine:{seed}"))
     model = models(case.kind, case.window, **case.overrides)
@@ -243,14 +231,8 @@ def run_engine_case(seed: int, models: Models) -> Counter:
             with engine(model, RING, **options) as e:
                 groups = e.scheduler.kv_cache_config.kv_cache_groups
                 config = e.llm.llm_engine.vllm_config
-                least = sum(
-                    -(
-                        -g.kv_cache_spec.max_memory_usage_bytes(config)
-                        // g.kv_cache_spec.page_size_bytes
-                    )
-                    for g in groups
-                )
-            options["num_gpu_blocks_override"] = 1 + least + case.rng.randrange(12)
+                least = least_blocks(config, groups)
+            options["num_gpu_blocks_override"] = least + case.rng.randrange(12)
         with engine(model, RING, **options) as e:
             assert e.rings
             free = e.num_free

@@ -221,6 +221,26 @@ def differs(expected: Sequence[Output], actual: Sequence[Output]) -> bool:
     return any(e.tokens != a.tokens for e, a in zip(expected, actual, strict=True))
 
 
+@contextmanager
+def asynchronous_cpu(on: bool = True) -> Iterator[None]:
+    """vLLM's CPU platform switches asynchronous scheduling off; the engine runs it."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = vars(platform)["check_and_update_config"]
+
+    def update(cls, vllm_config):
+        original.__func__(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    if on:
+        platform.check_and_update_config = classmethod(update)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = original
+
+
 class Models:
     """Tiny models, each made once per test session."""
 

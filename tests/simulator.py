@@ -33,6 +33,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
 )
@@ -114,9 +115,8 @@ def plan(
     return kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache_config])
 
 
-def smallest_pool(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+def least_blocks(config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> int:
     """Blocks of the smallest pool that vLLM starts with (one is the null block)."""
-    groups = plan(config, specs, 100_000).kv_cache_groups
     return 1 + sum(
         -(
             -g.kv_cache_spec.max_memory_usage_bytes(config)
@@ -124,6 +124,11 @@ def smallest_pool(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
         )
         for g in groups
     )
+
+
+def smallest_pool(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> int:
+    """The same, for layers that are yet to be grouped."""
+    return least_blocks(config, plan(config, specs, 100_000).kv_cache_groups)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from tests.harness import (
     STOCK,
     assert_equals_reference,
     assert_same,
+    asynchronous_cpu,
     engine,
     random_prompts,
     run,
@@ -191,23 +192,12 @@ def test_case_13_preempted_requests_resume_on_fresh_blocks(gemma, caching):
 
 
 @pytest.mark.feature("asynchronous scheduling", "works")
-def test_case_14_asynchronous_steps_lose_no_block(gemma, monkeypatch):
+def test_case_14_asynchronous_steps_lose_no_block(gemma):
     """The CPU platform switches it off; the engine's own loop runs it all the same."""
-    from vllm.platforms import current_platform
-
-    update = current_platform.check_and_update_config
-
-    def asynchronous(cls, vllm_config):
-        update(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
     prompts = random_prompts([20 * i + 5 for i in range(1, 17)])
     expected = run(gemma, STOCK, prompts, 60)
-    monkeypatch.setattr(
-        type(current_platform), "check_and_update_config", classmethod(asynchronous)
-    )
     options = dict(max_model_len=400, num_gpu_blocks_override=80)
-    with engine(gemma, RING, **options) as e:
+    with asynchronous_cpu(), engine(gemma, RING, **options) as e:
         assert type(e.scheduler).__name__ == "AsyncScheduler"
         assert_same(expected, e.run(prompts, 60))
 

@@ -6,9 +6,8 @@ overwritten them. Those that vLLM's CPU build runs are tested with an engine, th
 by the decision alone.
 """
 
-from types import SimpleNamespace
-
 import pytest
+from vllm.config import KVTransferConfig
 
 from tests.harness import RING, STOCK, assert_same, engine, random_prompts, run
 from tests.simulator import make_config
@@ -77,8 +76,6 @@ def test_a_connector_with_hybrid_support_passes_through(gemma):
 def test_every_connector_passes_through(gemma, name, role):
     config = make_config(gemma, block_size=32)
     assert pass_through_reason(config) is None
-    config.kv_transfer_config = SimpleNamespace(
-        kv_connector=name, kv_role=role, is_kv_transfer_instance=True
-    )
+    config.kv_transfer_config = KVTransferConfig(kv_connector=name, kv_role=role)
     check_supported(config)
     assert name in pass_through_reason(config)

@@ -4,7 +4,7 @@
 import pytest
 
 from tests.fuzz import run_case
-from vllm_ringwindow.core.spec import RingWindowSpec
+from tests.test_simulated_scheduler import one_ring_block_short
 
 
 @pytest.mark.engine
@@ -22,10 +22,7 @@ def test_schedulers_find_what_they_wrote(models, first):
 
 
 def test_a_ring_one_block_short_is_noticed(models, monkeypatch):
-    size = RingWindowSpec.num_ring_blocks.fget
-    monkeypatch.setattr(
-        RingWindowSpec, "num_ring_blocks", property(lambda self: size(self) - 1)
-    )
+    one_ring_block_short(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(20):
             run_case(f"scheduler:{seed}", models)

@@ -9,6 +9,7 @@ block behind, when a block is full and is hashed. In between the request *rests*
 import sys
 from functools import cache
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -18,6 +19,8 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.request import Request
 
 from vllm_ringwindow.core.manager import Rest, RingBlockManager
+
+logger = init_logger("vllm.ringwindow")
 
 
 class RestingCoordinator(KVCacheCoordinator):
@@ -104,10 +107,15 @@ def _resting(coordinator: type[KVCacheCoordinator]) -> type[KVCacheCoordinator]:
 def let_requests_rest(coordinator: KVCacheCoordinator) -> None:
     """For a coordinator of rings and full attention only; another stays as it is."""
     kinds = {type(manager) for manager in coordinator.single_type_managers}
-    if RingBlockManager not in kinds or kinds - {
-        RingBlockManager,
-        FullAttentionManager,
-    }:
+    if RingBlockManager not in kinds:
+        return
+    if others := kinds - {RingBlockManager, FullAttentionManager}:
+        names = ", ".join(sorted(kind.__name__ for kind in others))
+        logger.info_once(
+            "ring: every group is asked in every step, as in stock: "
+            "the model has groups of %s",
+            names,
+        )
         return
     coordinator.__class__ = _resting(type(coordinator))  # type: ignore[arg-type]
     assert isinstance(coordinator, RestingCoordinator)

@@ -50,7 +50,6 @@ class _Plan(NamedTuple):
 class _Ring:
     """What one request holds in one group, beside its blocks."""
 
-    capacity: int = 0  # tokens that its logical blocks have slots for
     num_behind: int = 0  # logical blocks behind the window when last swept
     unswept: bool = False  # has grown since then
     first_held: int = 0  # lowest logical block that may still be physical
@@ -85,9 +84,6 @@ class RingBlockManager(SlidingWindowManager):
         # Tokens below the window of the next query, W - 1 before it, are not held.
         self._num_kept = self.sliding_window - 1 + self.extra_retained_tokens
         self._rings: dict[str, _Ring] = {}
-        # (request, required blocks, plan) of the last count, for the allocation that
-        # follows it at once, if the pool allows.
-        self._planned: tuple[str, int, _Plan] | None = None
         # What the allocation in progress added, until its blocks are cached.
         self._growth: _Growth | None = None
         # Blocks hashed in this step: their content exists after the step only.
@@ -135,16 +131,12 @@ class RingBlockManager(SlidingWindowManager):
         steps 0; with a hit of 16 tokens whose last 2 blocks are in the window and
         unreferenced it takes 3 + 2.
         """
-        ring = self._rings.get(request_id)
-        if ring is not None and num_tokens <= ring.capacity:
-            return 0
-        self._planned = None
         required = cdiv(num_tokens, self.block_size)
         if blocks := self.req_to_blocks.get(request_id):
+            if required <= len(blocks):
+                return 0
             if not apply_admission_cap:
-                plan = self._plan(request_id, required)
-                self._planned = request_id, required, plan
-                return plan.num_fresh
+                return self._plan(request_id, required).num_fresh
             physical = len({b.block_id for b in blocks if not b.is_null})
             return self._capped(physical, required - len(blocks)) - physical
 
@@ -173,7 +165,6 @@ class RingBlockManager(SlidingWindowManager):
         super().add_local_computed_blocks(request_id, *args, **kwargs)
         blocks = self.req_to_blocks[request_id]
         ring = self._ring(request_id)
-        ring.capacity = len(blocks) * self.block_size
         ring.last_shared = len(blocks) - 1
         ring.first_held = next(
             (i for i, b in enumerate(blocks) if not b.is_null), len(blocks)
@@ -227,22 +218,17 @@ class RingBlockManager(SlidingWindowManager):
             under its new position, a block of the chunk outside the ring is null.
         """
         self._growth = None
-        ring = self._ring(request_id)
-        if num_tokens <= ring.capacity:
-            return []
         blocks = self.req_to_blocks[request_id]
         required = cdiv(num_tokens, self.block_size)
         first = len(blocks)
-        planned, self._planned = self._planned, None
-        if planned is None or planned[:2] != (request_id, required):
-            ring_first, recycled, num_fresh = self._plan(request_id, required)
-        else:
-            ring_first, recycled, num_fresh = planned[2]
+        if required <= first:
+            return []
+        ring_first, recycled, num_fresh = self._plan(request_id, required)
         new_blocks = [self._null_block] * (ring_first - first)
         new_blocks += [blocks[i] for i in recycled]
         new_blocks += self._fresh_blocks(num_fresh)
         blocks.extend(new_blocks)
-        ring.capacity = required * self.block_size
+        ring = self._ring(request_id)
         ring.unswept = True
         ring.lent = recycled
         self._growth = _Growth(request_id, first, ring_first, new_blocks)
@@ -268,7 +254,8 @@ class RingBlockManager(SlidingWindowManager):
             leaves = (ring.num_behind + 1) * size + self._num_kept
         if self.enable_caching and not ring.hashed_all:
             fills = (hashed + 1) * size
-        return Rest(slots=ring.capacity, leaves=leaves, fills=fills)
+        slots = len(self.req_to_blocks[request_id]) * size
+        return Rest(slots=slots, leaves=leaves, fills=fills)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request_id)
