@@ -21,7 +21,7 @@ MINUTES ?= 5
 fuzz: venv
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES)
 
-# The quick set, into benchmarks/results/: about an hour on two idle cores.
+# The quick set, into benchmarks/results/; wants an idle machine.
 BENCHMARKS := capacity scheduler allocator memory window_update accuracy throughput serve
 bench: venv
 	for name in $(BENCHMARKS); do \
