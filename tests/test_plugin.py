@@ -310,6 +310,7 @@ def test_micro_batching_is_refused_by_option():
     config = SimpleNamespace(
         attention_config=SimpleNamespace(backend=ring, backend_per_kind={}),
         parallel_config=SimpleNamespace(use_ubatching=True),
+        additional_config={},
     )
     with pytest.raises(ValueError, match="--enable-dbo"):
         check_supported(config)

@@ -21,6 +21,7 @@ from vllm_ringwindow import policy
 logger = init_logger("vllm.ringwindow")
 
 MARK = "_ringwindow_original"
+STATS_KEY = "ringwindow"
 
 
 class Patch(NamedTuple):
@@ -202,6 +203,79 @@ def _get_kv_cache_coordinator(original, *args, **kwargs):
     return coordinator
 
 
+# -- metrics and state -------------------------------------------------------------
+
+
+def report_metrics() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    _wrap(Scheduler, "make_stats", ["self"], _make_stats)
+    _wrap(StatLoggerManager, "__init__", ["self", "vllm_config"], _start_loggers)
+    _wrap(
+        StatLoggerManager,
+        "record",
+        ["self", "scheduler_stats", "iteration_stats", "mm_cache_stats", "engine_idx"],
+        _record_stats,
+    )
+
+
+def _make_stats(original, self, *args, **kwargs):
+    from vllm_ringwindow.metrics import EngineCounts
+
+    stats = original(self, *args, **kwargs)
+    if stats is not None and stats.kv_connector_stats is None:
+        counts = vars(self).get("_ringwindow_counts")
+        if counts is None:
+            counts = self._ringwindow_counts = EngineCounts(self)
+        if found := counts():
+            stats.kv_connector_stats = {STATS_KEY: found}
+    return stats
+
+
+def _start_loggers(original, self, vllm_config, *args, **kwargs):
+    from vllm_ringwindow.config import ring_config
+
+    original(self, vllm_config, *args, **kwargs)
+    self._ringwindow_metrics = None
+    if policy.ring_requested(vllm_config) and ring_config(vllm_config).metrics:
+        from vllm_ringwindow.metrics import RingMetrics
+
+        self._ringwindow_metrics = RingMetrics(
+            vllm_config.model_config.served_model_name, self.engine_indexes
+        )
+
+
+def _record_stats(
+    original,
+    self,
+    scheduler_stats,
+    iteration_stats,
+    mm_cache_stats=None,
+    engine_idx=None,
+):
+    carried = scheduler_stats and scheduler_stats.kv_connector_stats
+    if carried and STATS_KEY in carried:
+        scheduler_stats.kv_connector_stats = None
+        if self._ringwindow_metrics is not None:
+            self._ringwindow_metrics.observe(carried[STATS_KEY], engine_idx or 0)
+    return original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+
+def answer_state() -> None:
+    """``EngineCore.ringwindow_state``, called by name from the API server."""
+    if core := sys.modules.get("vllm.v1.engine.core"):
+        vars(core)["EngineCore"].ringwindow_state = _ringwindow_state
+
+
+def _ringwindow_state(self, request_id: str | None = None) -> dict | None:
+    from vllm_ringwindow.state import engine_state, request_state
+
+    if request_id is None:
+        return engine_state(self.scheduler)
+    return request_state(self.scheduler, request_id)
+
+
 # -- what was decided --------------------------------------------------------------
 
 
@@ -280,6 +354,26 @@ PATCHES = (
         upstream="none",
         remove_when="the coordinator asks only when a block border is crossed",
         apply=rest_requests,
+    ),
+    Patch(
+        name="metrics",
+        target="vllm.v1.core.sched.scheduler.Scheduler.make_stats, "
+        "vllm.v1.metrics.loggers.StatLoggerManager",
+        why="figures of the engine core reach the frontend in SchedulerStats only, "
+        "whose fields are fixed",
+        upstream="vllm.stat_logger_plugins see SchedulerStats, but cannot add to it",
+        remove_when="SchedulerStats has a field for plugins",
+        apply=report_metrics,
+    ),
+    Patch(
+        name="engine state",
+        target="vllm.v1.engine.core.EngineCore.ringwindow_state",
+        why="the API server calls the engine core's methods by name, and a plugin has "
+        "none there",
+        upstream="vllm.endpoint_plugins reach workers by collective_rpc(), the "
+        "scheduler not at all",
+        remove_when="plugins can register an engine core method",
+        apply=answer_state,
     ),
     Patch(
         name="start-up report",

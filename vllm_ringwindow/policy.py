@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_ringwindow.config import ring_config
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention
@@ -39,8 +41,10 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     """Refuse combinations that would be wrong, naming the option.
 
     Raises:
-        ValueError: rings were asked for together with an option they cannot honour.
+        ValueError: rings were asked for together with an option they cannot honour,
+            or the plugin's own options are not what it knows.
     """
+    ring_config(vllm_config)
     if not ring_requested(vllm_config):
         return
     if vllm_config.parallel_config.use_ubatching:

@@ -106,8 +106,10 @@ def _resting(coordinator: type[KVCacheCoordinator]) -> type[KVCacheCoordinator]:
 
 def let_requests_rest(coordinator: KVCacheCoordinator) -> None:
     """For a coordinator of rings and full attention only; another stays as it is."""
-    kinds = {type(manager) for manager in coordinator.single_type_managers}
-    if RingBlockManager not in kinds:
+    managers = coordinator.single_type_managers
+    kinds = {type(manager) for manager in managers}
+    rings = [m for m in managers if isinstance(m, RingBlockManager)]
+    if not rings or not rings[0].kv_cache_spec.ring.rest:
         return
     if others := kinds - {RingBlockManager, FullAttentionManager}:
         names = ", ".join(sorted(kind.__name__ for kind in others))

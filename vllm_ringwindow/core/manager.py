@@ -59,6 +59,18 @@ class _Ring:
     lent: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Counts:
+    """Blocks of one group: what it holds now, and what has passed since start-up."""
+
+    held: int = 0  # physical blocks held, shared ones once per request
+    fresh: int = 0  # taken from the pool
+    recycled: int = 0  # moved on to a later position in place
+    retained: int = 0  # of the fresh: for a prefix to be hit, not for the window
+    released: int = 0  # given back, by a ring or by a request that left
+    deferred: int = 0  # times a request waited a step for a prefix being written
+
+
 class Rest(NamedTuple):
     """Up to where a ring has nothing to do for a request, in tokens."""
 
@@ -88,6 +100,7 @@ class RingBlockManager(SlidingWindowManager):
         self._growth: _Growth | None = None
         # Blocks hashed in this step: their content exists after the step only.
         self._published: set[int] = set()
+        self.counts = Counts()
 
     # -- planning: the same function behind the count and the allocation (I1) -----
 
@@ -146,6 +159,7 @@ class RingBlockManager(SlidingWindowManager):
             # The hit was hashed by a request scheduled in this very step; its blocks
             # are filled at the end of each layer's prefill, too late for us (I8).
             # Ask for more than the pool has, as MambaManager does: wait a step.
+            self.counts.deferred += 1
             return self.block_pool.num_gpu_blocks + 1
         num_new = max(0, required - max(skipped, len(new_computed_blocks)))
         if apply_admission_cap:
@@ -169,6 +183,7 @@ class RingBlockManager(SlidingWindowManager):
         ring.first_held = next(
             (i for i, b in enumerate(blocks) if not b.is_null), len(blocks)
         )
+        self.counts.held += len(blocks) - ring.first_held
 
     def remove_skipped_blocks(
         self,
@@ -206,6 +221,8 @@ class RingBlockManager(SlidingWindowManager):
                 blocks[i] = self._null_block
         if released:
             self.block_pool.free_blocks(reversed(released))
+            self.counts.released += len(released)
+            self.counts.held -= len(released)
         ring.first_held = max(ring.first_held, below_ring)
 
     def allocate_new_blocks(
@@ -228,6 +245,7 @@ class RingBlockManager(SlidingWindowManager):
         new_blocks += [blocks[i] for i in recycled]
         new_blocks += self._fresh_blocks(num_fresh)
         blocks.extend(new_blocks)
+        self.counts.recycled += len(recycled)
         ring = self._ring(request_id)
         ring.unswept = True
         ring.lent = recycled
@@ -238,6 +256,8 @@ class RingBlockManager(SlidingWindowManager):
         if num_blocks == 0:
             return []
         fresh = self.block_pool.get_new_blocks(num_blocks)
+        self.counts.fresh += num_blocks
+        self.counts.held += num_blocks
         if self._record_new_block_ids:
             self.new_block_ids.extend(b.block_id for b in fresh)  # I11: fresh only
         return fresh
@@ -262,11 +282,16 @@ class RingBlockManager(SlidingWindowManager):
         if ring := self._rings.pop(request_id, None):
             for i in ring.lent:
                 blocks[i] = self._null_block
+            held = sum(not block.is_null for block in blocks)
+            self.counts.released += held
+            self.counts.held -= held
         return blocks
 
     # -- prefix caching ----------------------------------------------------------
 
     def new_step_starts(self) -> None:
+        if self.kv_cache_spec.ring.check:
+            self.check_integrity()
         self._published.clear()
 
     def cache_blocks(
@@ -379,6 +404,7 @@ class RingBlockManager(SlidingWindowManager):
             return
         blocks = self.req_to_blocks[growth.request_id]
         ring = self._ring(growth.request_id)
+        self.counts.retained += len(wanted)
         for i, fresh in zip(wanted, self._fresh_blocks(len(wanted))):
             if i in ring.lent:
                 # Keep the content where it is; the new position takes the fresh one.
@@ -388,16 +414,39 @@ class RingBlockManager(SlidingWindowManager):
             growth.new_blocks[i - growth.first] = fresh
         ring.first_held = min(ring.first_held, wanted[0])
 
-    # -- for tests and for whoever debugs a pool ----------------------------------
+    # -- for tests and for whoever looks into a running engine ---------------------
+
+    @property
+    def num_rings(self) -> int:
+        """Requests that hold a ring here."""
+        return len(self._rings)
+
+    def num_logical(self, request_id: str) -> int:
+        """Logical blocks of a request, null ones included."""
+        return len(self.req_to_blocks.get(request_id, ()))
+
+    def num_held(self, request_id: str) -> int:
+        return len(self.held_blocks(request_id))
+
+    def held_blocks(self, request_id: str) -> dict[int, KVCacheBlock]:
+        """Logical block -> physical one, without those that moved on."""
+        ring = self._rings.get(request_id)
+        lent = ring.lent if ring is not None else ()
+        blocks = self.req_to_blocks.get(request_id, ())
+        return {
+            i: block
+            for i, block in enumerate(blocks)
+            if not block.is_null and i not in lent
+        }
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` unless I1, I2 and I4 hold for every request."""
+        held = 0
         owners: dict[int, int] = {}
         for request_id, blocks in self.req_to_blocks.items():
             lent = self._ring(request_id).lent
-            physical = [
-                b for i, b in enumerate(blocks) if not b.is_null and i not in lent
-            ]
+            physical = list(self.held_blocks(request_id).values())
+            held += len(physical)
             ids = [b.block_id for b in physical]
             assert len(ids) == len(set(ids)), f"I2: {request_id} holds a block twice"
             private = [b for b in physical if b.block_hash is None]
@@ -414,3 +463,4 @@ class RingBlockManager(SlidingWindowManager):
         for block_id, count in owners.items():
             ref_cnt = self.block_pool.blocks[block_id].ref_cnt
             assert ref_cnt >= count, f"I2: block {block_id}: {count} owners, {ref_cnt}"
+        assert held == self.counts.held, f"holds {held} blocks, counted {self.counts}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 
+from vllm_ringwindow.config import ring_config
 from vllm_ringwindow.geometry import cdiv, ring_blocks
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RingParams(NamedTuple):
-    """What a ring's size takes from the engine's configuration.
+    """What a ring takes from the engine's configuration.
 
     Derived from ``vllm_config`` alone, so that every process agrees.
     """
@@ -22,9 +23,12 @@ class RingParams(NamedTuple):
     roll_back: int  # tokens between the oldest possible query and the newest slot
     prefix_caching: bool  # blocks may be shared, hence not recyclable for a step
     lookahead: int = 0  # the part of roll_back that drafters write ahead
+    rest: bool = True  # RingConfig.rest
+    check: bool = False  # RingConfig.check
 
     @classmethod
     def from_config(cls, vllm_config: "VllmConfig") -> Self:
+        config = ring_config(vllm_config)
         k = vllm_config.num_speculative_tokens
         # k drafts of every batch in flight may be rejected and a step has 1 + k query
         # tokens, but never more than the budget of the batches in flight; drafters
@@ -37,6 +41,8 @@ class RingParams(NamedTuple):
             roll_back=in_flight - 1 + vllm_config.num_lookahead_tokens,
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             lookahead=vllm_config.num_lookahead_tokens,
+            rest=config.rest,
+            check=config.check,
         )
 
 
@@ -56,6 +62,10 @@ class RingWindowSpec(SlidingWindowSpec):
     def from_sliding_window(cls, spec: SlidingWindowSpec, ring: RingParams) -> Self:
         """The ring twin of a stock sliding-window spec."""
         return ring_spec_class(ring)(**_init_fields(spec))
+
+    def as_sliding_window(self) -> SlidingWindowSpec:
+        """The stock spec of the same layer."""
+        return SlidingWindowSpec(**_init_fields(self))
 
     @property
     def num_ring_blocks(self) -> int:
