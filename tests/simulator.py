@@ -44,6 +44,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.harness import had_rings
 from vllm_ringwindow.attention.metadata import (
     RingShape,
+    ViewBuffers,
     group_rows,
     in_place_view,
     staged_view,
@@ -498,7 +499,8 @@ class Simulator:
             self._attend_view(staging, view, g, lens, rows, group)
             memory[copies["copy_out_to"]] = staging[copies["copy_out_from"]]
         for g in (g for g in groups if not g.staged):
-            view = in_place_view(common, g, shape)
+            buffers = ViewBuffers(len(lens), shape, torch.device("cpu"))
+            view = in_place_view(common, g, shape, buffers)
             t = slice(bounds[g.first], bounds[g.last])
             put = view.slot_mapping
             memory[put // bs, put % bs] = content[t]

@@ -214,8 +214,8 @@ def window_off_by_one(monkeypatch):
 def view_off_by_a_block(monkeypatch):
     view = builder.in_place_view
 
-    def broken(common, group, shape):
-        return view(common, group, replace(shape, window=shape.window - 32))
+    def broken(common, group, shape, buffers):
+        return view(common, group, replace(shape, window=shape.window - 32), buffers)
 
     monkeypatch.setattr(builder, "in_place_view", broken)
 

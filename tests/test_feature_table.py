@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OUTCOMES = {
+    "not yet run on a GPU",
     "works",
     "works (scheduler)",
     "works (planner)",

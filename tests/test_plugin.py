@@ -186,14 +186,14 @@ def test_ring_and_stock_layers_never_share_a_group():
     )
 
 
-@pytest.mark.feature(
-    "a block size that the kernel would split (`--block-size`)", "refused"
-)
-def test_kernel_blocks_smaller_than_blocks_are_refused_by_name():
+def test_kernel_blocks_smaller_than_blocks_keep_what_the_class_carries():
+    """The worker's copy of the spec; ``test_gpu_backends`` runs on it."""
     spec = make_spec()
     assert spec.copy_with_new_block_size(32) is spec
-    with pytest.raises(NotImplementedError, match="--block-size"):
-        spec.copy_with_new_block_size(16)
+    small = spec.copy_with_new_block_size(16)
+    assert (small.block_size, small.ring.split) == (16, 2)
+    assert small.num_ring_blocks <= 2 * spec.num_ring_blocks
+    assert pickle.loads(pickle.dumps(small)) == small
 
 
 # -- routing (H2, H11) -----------------------------------------------------------------
@@ -283,7 +283,9 @@ def test_whole_engines_pass_through_with_the_reason(gemma, edit, reason):
 
 
 @pytest.mark.engine
-@pytest.mark.feature("attention backends other than `CPU_ATTN`", "passes through")
+@pytest.mark.feature(
+    "attention backends without a ring (FlexAttention, composites)", "passes through"
+)
 def test_a_backend_without_a_ring_passes_through(monkeypatch, gemma):
     """What a GPU platform chooses: no ring for it yet."""
     prompts = random_prompts([3 * W])

@@ -118,17 +118,43 @@ def route_layers() -> None:
 def _get_attn_backend_cls(
     original, cls, selected_backend, attn_selector_config, *args, **kwargs
 ):
+    from vllm.platforms import current_platform
+
     if getattr(selected_backend, "name", None) != policy.BACKEND_NAME:
         return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-    inner = original(cls, None, attn_selector_config, *args, **kwargs)
+    inner = original(cls, _chosen_beside_rings(), attn_selector_config, *args, **kwargs)
+    if inner not in policy.RING_BACKENDS and current_platform.is_rocm():
+        inner = original(
+            cls,
+            AttentionBackendEnum.TRITON_ATTN,
+            attn_selector_config,
+            *args,
+            **kwargs,
+        )
     reason = policy.selector_reason(attn_selector_config)
     if reason is None and inner not in policy.RING_BACKENDS:
         reason = f"no ring for {inner.rsplit('.', 1)[-1]} yet"
     if reason is None:
-        return policy.RING_BACKENDS[inner]
+        ring = policy.RING_BACKENDS[inner]
+        if ring not in policy.PROVEN:
+            logger.warning_once(
+                "ring: rings on %s have not yet been run on a GPU; compare with stock "
+                "before you rely on them: vllm-ringwindow verify MODEL",
+                inner.rsplit(".", 1)[-1],
+            )
+        return ring
     if attn_selector_config.has_sliding_window:
         logger.info_once("ring: sliding-window layers pass through: %s", reason)
     return inner
+
+
+def _chosen_beside_rings() -> AttentionBackendEnum | None:
+    """The backend that the user chose for all other layers: rings are around it too."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    chosen = config and config.attention_config.backend
+    return None if chosen is None or chosen.name == policy.BACKEND_NAME else chosen
 
 
 def refuse_early() -> None:

@@ -24,7 +24,19 @@ RING_BACKENDS = {
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": (
         "vllm_ringwindow.attention.cpu.RingCPUBackend"
     ),
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
+        "vllm_ringwindow.attention.flash.RingFlashBackend"
+    ),
+    "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend": (
+        "vllm_ringwindow.attention.triton.RingTritonBackend"
+    ),
+    "vllm.v1.attention.backends.flashinfer.FlashInferBackend": (
+        "vllm_ringwindow.attention.flashinfer.RingFlashInferBackend"
+    ),
 }
+
+# Rings that have run on the hardware they are for.
+PROVEN = frozenset({"vllm_ringwindow.attention.cpu.RingCPUBackend"})
 
 # Drafting methods tested on rings; others pass through.
 SUPPORTED_DRAFTING = frozenset({"ngram", "draft_model", "eagle", "eagle3"})
@@ -114,6 +126,9 @@ def selector_reason(config: "AttentionSelectorConfig") -> str | None:
         return "MLA or sparse attention"
     if config.use_rswa:
         return "reference sliding window"
+    if config.kv_cache_dtype and "per_token_head" in config.kv_cache_dtype:
+        # The kernel keeps scales in views of the first cache that it sees (H10).
+        return f"--kv-cache-dtype {config.kv_cache_dtype}"
     if config.use_mm_prefix:
         return "multi-modal prefix attention, which is not supported on rings yet"
     return None

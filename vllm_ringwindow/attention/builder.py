@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metadata builder that wraps an inner backend's two builders."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +20,9 @@ from vllm_ringwindow.attention.metadata import (
     PassThroughMetadata,
     RingMetadata,
     RingShape,
+    RowGroup,
     StagedPass,
+    ViewBuffers,
     group_rows,
     in_place_view,
     staged_view,
@@ -63,7 +66,13 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                     vllm_config, kv_cache_spec.sliding_window, kv_cache_spec.block_size
                 ),
                 keep_staging=not sharing_targets(vllm_config).isdisjoint(layer_names),
+                num_null_blocks=kv_cache_spec.ring.split,
             )
+            max_rows = max(
+                vllm_config.scheduler_config.max_num_seqs,
+                vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+            )
+            self.buffers = ViewBuffers(max_rows, self.ring, device)
 
     @classmethod
     def get_cudagraph_support(
@@ -92,10 +101,15 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                 "run this model without --attention-backend ring"
             )
         metadata = RingMetadata(num_actual_tokens=common.num_actual_tokens)
-        seq_lens = self._host_seq_lens(common)
         query_start = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+        if common.max_query_len <= self.ring.decode_threshold:
+            # Always in place, whatever the lengths: a captured graph knows none.
+            groups = [RowGroup(0, common.num_reqs, staged=False)]
+        else:
+            seq_lens = self._host_seq_lens(common)
+            groups = group_rows(query_start, seq_lens, self.ring)
         num_blocks = 0
-        for group in group_rows(query_start, seq_lens, self.ring):
+        for group in groups:
             if group.staged:
                 first_block = num_blocks if self.ring.keep_staging else 0
                 view, copies, num_blocks = staged_view(
@@ -112,7 +126,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                     )
                 )
             else:
-                view = in_place_view(common, group, self.ring)
+                view = in_place_view(common, group, self.ring, self.buffers)
                 start = int(query_start[group.first])
                 metadata.in_place.append(
                     InPlacePass(
@@ -121,6 +135,37 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                         inner=self.in_place_builder.build(0, view, fast_build),
                     )
                 )
+        return metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> RingMetadata | PassThroughMetadata:
+        """As the inner builder would, on the ring's own buffers.
+
+        Some set ``seq_lens`` to 1, in place, so that capturing is fast.
+        """
+        if self.ring is None:
+            return PassThroughMetadata(
+                inner=self.in_place_builder.build_for_cudagraph_capture(
+                    common_attn_metadata
+                ),
+                slots=common_attn_metadata.slot_mapping,
+            )
+        metadata = self.build(0, common_attn_metadata)
+        assert isinstance(metadata, RingMetadata)
+        if metadata.staged or len(metadata.in_place) != 1:
+            raise NotImplementedError(
+                "ring: only batches of decodes are captured in a CUDA graph; set "
+                '--compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\''
+            )
+        view = in_place_view(
+            common_attn_metadata,
+            RowGroup(0, common_attn_metadata.num_reqs, staged=False),
+            self.ring,
+            self.buffers,
+        )
+        inner = self.in_place_builder.build_for_cudagraph_capture(view)
+        metadata.in_place = [replace(metadata.in_place[0], inner=inner)]
         return metadata
 
     @staticmethod

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from vllm_ringwindow.attention.view import make_view
 from vllm_ringwindow.geometry import (
     cdiv,
     chunk_blocks,
@@ -42,6 +43,19 @@ class RingShape:
     decode_threshold: int  # query tokens that are always in place: 1 + k
     num_staging_blocks: int
     keep_staging: bool  # other layers read it later in the step (KV sharing)
+    num_null_blocks: int = 1  # kernel blocks of the null block
+
+
+class ViewBuffers:
+    """Where in-place views live: a captured CUDA graph reads the same addresses.
+
+    Indexed by row of the batch; the passes of one step use different rows.
+    """
+
+    def __init__(self, max_rows: int, shape: RingShape, device: torch.device) -> None:
+        ring = shape.num_ring_blocks
+        self.table = torch.zeros(max_rows, ring, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +130,8 @@ def group_rows(
     blocks = cdiv(seq_lens, shape.block_size) - base
     groups: list[RowGroup] = []
     used = 0
+    if not staged.any():
+        return [RowGroup(0, len(seq_lens), False)]
     for row, is_staged in enumerate(staged.tolist()):
         last = groups[-1] if groups else None
         if (
@@ -137,14 +153,26 @@ def group_rows(
 
 def rows_of(common: CommonAttentionMetadata, group: RowGroup) -> dict[str, Any]:
     """The fields of ``common`` that describe its rows, cut to one group."""
+    per_batch: dict[str, Any] = dict(
+        positions=None,
+        logits_indices_padded=None,
+        num_logits_indices=None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+    if group.first == 0 and group.last == common.num_reqs:
+        return per_batch | dict(num_actual_tokens=common.num_actual_tokens)
     rows = slice(group.first, group.last)
     bounds = common.query_start_loc_cpu[group.first : group.last + 1]
     start, stop = int(bounds[0]), int(bounds[-1])
     if group.last == common.num_reqs:
         stop = common.num_actual_tokens  # padding tokens ride with the last rows
-    return dict(
-        query_start_loc=common.query_start_loc[group.first : group.last + 1] - start,
-        query_start_loc_cpu=bounds - start,
+    query_start = common.query_start_loc[group.first : group.last + 1]
+    if start:  # else the runner's own, persistent buffer
+        query_start, bounds = query_start - start, bounds - start
+    return per_batch | dict(
+        query_start_loc=query_start,
+        query_start_loc_cpu=bounds,
         num_reqs=group.last - group.first,
         num_actual_tokens=stop - start,
         max_query_len=int((bounds[1:] - bounds[:-1]).max()),
@@ -152,38 +180,50 @@ def rows_of(common: CommonAttentionMetadata, group: RowGroup) -> dict[str, Any]:
         if common.is_prefilling is None
         else common.is_prefilling[rows],
         req_idx=None if common.req_idx is None else common.req_idx[rows],
-        positions=None,
-        seq_lens_cpu_upper_bound=None,
-        logits_indices_padded=None,
-        num_logits_indices=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
     )
 
 
 def in_place_view(
-    common: CommonAttentionMetadata, group: RowGroup, shape: RingShape
+    common: CommonAttentionMetadata,
+    group: RowGroup,
+    shape: RingShape,
+    buffers: ViewBuffers,
 ) -> CommonAttentionMetadata:
     """Rows of ``R`` gathered columns ``[n, R]`` and lengths rebased to the first.
 
-    Everything is computed on the device from ``seq_lens`` and ``query_start_loc``.
+    Everything is computed on the device from ``seq_lens`` and ``query_start_loc`` into
+    ``buffers``. Rows that only pad a CUDA graph's batch have no tokens and stay so.
     """
     rows = slice(group.first, group.last)
     seq_lens = common.seq_lens[rows]
     query_start = common.query_start_loc[group.first : group.last + 1]
-    first_query = seq_lens - (query_start[1:] - query_start[:-1])
-    base = window_base(first_query, shape.window, shape.block_size)
-    table = common.block_table_tensor[rows]
-    columns = base.long()[:, None] + torch.arange(
-        shape.num_ring_blocks, device=table.device
+    view, rebased = buffers.table[rows], buffers.seq_lens[rows]
+    make_view(
+        common.block_table_tensor[rows],
+        seq_lens,
+        query_start,
+        view,
+        rebased,
+        shape.window,
+        shape.block_size,
     )
-    view = table.gather(1, columns.clamp_(max=table.shape[1] - 1))
     fields = rows_of(common, group)
     start = int(common.query_start_loc_cpu[group.first])
+    longest = shape.num_ring_blocks * shape.block_size
+    if rebased.device.type == "cpu":
+        # The kernel would read past the view: R is wrong, or the rows are.
+        assert rebased.numpy().max(initial=0) <= longest, shape
+    if common.seq_lens_cpu_upper_bound is not None:
+        # Rebased like the device's: exact where it is exact (FlashInfer plans by it).
+        host = common.seq_lens_cpu_upper_bound[rows].numpy()
+        bounds = common.query_start_loc_cpu[group.first : group.last + 1].numpy()
+        base = window_base(host - np.diff(bounds), shape.window, shape.block_size)
+        host = host - base * shape.block_size
+        fields["seq_lens_cpu_upper_bound"] = torch.from_numpy(host)
     return common.replace(
         **fields,
-        seq_lens=seq_lens - base * shape.block_size,
-        max_seq_len=min(common.max_seq_len, shape.num_ring_blocks * shape.block_size),
+        seq_lens=rebased,
+        max_seq_len=min(common.max_seq_len, longest),
         block_table_tensor=view,
         slot_mapping=common.slot_mapping[start : start + fields["num_actual_tokens"]],
     )
@@ -248,7 +288,14 @@ def staged_view(
     order = torch.argsort(key, stable=True)
     owns = torch.ones_like(key, dtype=torch.bool)
     owns[order[:-1]] = key[order[:-1]] != key[order[1:]]
-    keep = owns & (copy_out_to != 0)
+    keep = owns & (copy_out_to >= shape.num_null_blocks)
+    copy_out_from = staged(out_rows, out_blocks)
+    if device.type == "cpu":
+        copy_out_from, copy_out_to = copy_out_from[keep], copy_out_to[keep]
+    else:
+        # Selecting would wait for the device. What is not kept goes to the null block,
+        # which nobody reads; the copy itself skips it where it can.
+        copy_out_to = torch.where(keep, copy_out_to, 0)
 
     width = int(num_blocks.max())
     table = torch.from_numpy(offset[:-1, None] + np.arange(width)).to(
@@ -269,6 +316,7 @@ def staged_view(
     view = common.replace(
         **fields,
         seq_lens=torch.from_numpy(rebased).to(device, common.seq_lens.dtype),
+        seq_lens_cpu_upper_bound=torch.from_numpy(rebased.astype(np.int32)),
         max_seq_len=int(rebased.max()),
         block_table_tensor=table.clamp_(max=max(int(offset[-1]) - 1, 0)),
         slot_mapping=slot_mapping,
@@ -276,7 +324,7 @@ def staged_view(
     copies = dict(
         copy_in_from=copy_in_from,
         copy_in_to=staged(in_rows, in_blocks),
-        copy_out_from=staged(out_rows, out_blocks)[keep],
-        copy_out_to=copy_out_to[keep],
+        copy_out_from=copy_out_from,
+        copy_out_to=copy_out_to,
     )
     return view, copies, int(offset[-1])

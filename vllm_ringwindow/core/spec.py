@@ -25,6 +25,7 @@ class RingParams(NamedTuple):
     lookahead: int = 0  # the part of roll_back that drafters write ahead
     rest: bool = True  # RingConfig.rest
     check: bool = False  # RingConfig.check
+    split: int = 1  # kernel blocks of one block
 
     @classmethod
     def from_config(cls, vllm_config: "VllmConfig") -> Self:
@@ -113,19 +114,16 @@ class RingWindowSpec(SlidingWindowSpec):
         )
 
     def copy_with_new_block_size(self, block_size: int) -> Self:
-        """Unchanged for the same size; kernel blocks smaller than blocks are refused.
+        """The worker's view of the layer, in kernel blocks smaller than blocks.
 
-        Raises:
-            NotImplementedError: the attention kernel wants smaller blocks than the
-                KV cache manager's.
+        ``R`` kernel blocks of this spec never exceed the ring's: the worker stages a
+        chunk that the ring, in whole blocks, would have held.
         """
-        if block_size != self.block_size:
-            raise NotImplementedError(
-                f"ring: block size {self.block_size} would be split into kernel "
-                f"blocks of {block_size} tokens, which the ring does not support "
-                "yet; set --block-size to a size the attention backend takes"
-            )
-        return self
+        if block_size == self.block_size:
+            return self
+        split = self.ring.split * (self.block_size // block_size)
+        fields = _init_fields(super().copy_with_new_block_size(block_size))
+        return ring_spec_class(self.ring._replace(split=split))(**fields)  # type: ignore[return-value]
 
     def __reduce__(self):
         return _rebuild, (self.ring, _init_fields(self))
