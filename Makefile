@@ -13,8 +13,8 @@ $(VENV)/.installed: setup.py .ci/setup.sh .ci/vllm-metadata/setup.py
 
 # What starts processes of its own has the machine to itself; the rest is one thread each.
 test: venv
-	$(VENV)/bin/python -m pytest -q -m slow --durations=15 tests
-	$(VENV)/bin/python -m pytest -q -m "not slow" --durations=15 -n 2 --dist worksteal tests
+	$(VENV)/bin/python -m pytest -q -m "slow and not long" --durations=15 tests
+	$(VENV)/bin/python -m pytest -q -m "not slow and not long" --durations=15 -n 2 --dist worksteal tests
 
 # Random configurations, ring against stock. A failure prints a one-line reproducer.
 MINUTES ?= 5

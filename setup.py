@@ -38,7 +38,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
-            "ray>=2.40",
+            "ray[data]>=2.40",
             "ruff",
             "xformers",
             *REAL_MODEL,

@@ -49,4 +49,4 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-_COMMANDS = ("plan", "verify", "inspect", "doctor")
+_COMMANDS = ("plan", "verify", "inspect", "doctor", "batch")

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offline jobs: rows that are wrong, jobs that are killed, nodes that come and go."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness import STOCK, engine, sampling_params, tiny_tokenizer, to_output
+from vllm_ringwindow.batch import (
+    SAMPLING,
+    Chunk,
+    Job,
+    JobError,
+    Results,
+    RowError,
+    chunks,
+    input_files,
+    parse,
+    read_rows,
+    result_line,
+)
+from vllm_ringwindow.cli import main
+
+W = 64
+DEFAULTS = {"temperature": 0, "max_tokens": 8}
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# -- rows ------------------------------------------------------------------------------
+
+WRONG_ROWS = [
+    ("{", "invalid JSON"),
+    ("[1]", "expected an object, got list"),
+    ("{}", "has neither 'prompt' nor 'messages'"),
+    ('{"prompt": ""}', "empty prompt"),
+    ('{"prompt": 7}', "prompt: expected text, got int"),
+    ('{"prompt": "a\\u0000b"}', "NUL bytes in the prompt"),
+    ('{"messages": []}', "expected a list of at least one message"),
+    ('{"messages": ["hi"]}', "expected objects"),
+    ('{"messages": [{"role": "wizard", "content": "x"}]}', "unknown role 'wizard'"),
+    ('{"messages": [{"role": "user", "content": null}]}', "expected text"),
+    ('{"messages": [{"role": "user", "content": "\\u0000"}]}', "NUL bytes"),
+    ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "expected one of"),
+    ('{"custom_id": "a", "url": "/v1/completions"}', "body: expected an object"),
+    (
+        '{"custom_id": "a", "url": "/v1/completions", "body": '
+        '{"prompt": "x", "tools": 1}}',
+        "not supported in a batch: tools",
+    ),
+    (
+        '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}',
+        "n above 1",
+    ),
+    ("caf\udce9", "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("raw", "reason"), WRONG_ROWS)
+def test_a_wrong_row_says_why(raw, reason):
+    with pytest.raises(RowError, match=reason.replace("'", ".")):
+        parse(raw, DEFAULTS)
+
+
+def test_a_rows_own_sampling_wins():
+    _, request = parse('{"prompt": "x", "max_tokens": 3, "top_p": 0.5}', DEFAULTS)
+    assert request.sampling == {"temperature": 0, "max_tokens": 3, "top_p": 0.5}
+    body = {"prompt": "x", "max_completion_tokens": 4, "model": "m"}
+    row = {"custom_id": "a", "url": "/v1/completions", "body": body}
+    _, request = parse(json.dumps(row), DEFAULTS)
+    assert request.sampling["max_tokens"] == 4
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_every_row_is_in_one_chunk(tmp_path, size, kind):
+    """Two files, one without a last newline; rows already done are left out."""
+    texts = [f"row {i} é" for i in range(10)]
+    rows = [{"prompt": text} for text in texts]
+    if kind == "jsonl":
+        write_rows(tmp_path / "a.jsonl", rows[:6])
+        text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows[6:])
+        (tmp_path / "b.jsonl").write_text(text)
+        write_rows(tmp_path / "c.jsonl", [])
+    else:
+        for name, part in (("a", rows[:6]), ("b", rows[6:])):
+            table = pa.Table.from_pylist(part)
+            pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=4)
+    done = {0, 5, 9}
+    found = {}
+    for chunk in chunks(input_files(tmp_path), size, done):
+        for row in read_rows(Chunk(**chunk.__dict__)):
+            assert row["row"] not in found
+            found[row["row"]] = json.loads(row["raw"])["prompt"]
+    assert found == {i: text for i, text in enumerate(texts) if i not in done}
+
+
+def answer(row: int, raw: str, text: str = "out", error: str = "") -> dict:
+    return dict(
+        row=row,
+        raw=raw,
+        error=error,
+        text=text,
+        finish="stop",
+        prompt_tokens=2,
+        completion_tokens=1,
+    )
+
+
+def test_results_have_the_inputs_format():
+    raw = '{"prompt": "x", "tag": 5}'
+    line = result_line(answer(3, raw))
+    assert (line["row"], line["tag"], line["output"]) == (3, 5, "out")
+    assert line["error"] is None and line["total_tokens"] == 3
+    row = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {},
+    }
+    line = result_line(answer(4, json.dumps(row)))
+    assert line["custom_id"] == "c" and line["error"] is None
+    (choice,) = line["response"]["body"]["choices"]
+    assert choice["message"]["content"] == "out"
+    line = result_line(answer(4, json.dumps(row), error="why"))
+    assert line["response"] is None and line["error"]["message"] == "why"
+    assert result_line(answer(0, "{", error="invalid JSON"))["error"] == "invalid JSON"
+
+
+def job(tmp_path, rows=3, **fields) -> Job:
+    given = tmp_path / "in.jsonl"
+    if not given.exists():
+        write_rows(given, [{"prompt": f"p{i}"} for i in range(rows)])
+    values = dict(input=given, output=tmp_path / "out", engine={"model": "m"})
+    return Job(**(values | dict(sampling=DEFAULTS) | fields))
+
+
+def test_a_line_cut_off_by_a_kill_is_asked_for_again(tmp_path):
+    results = Results(job(tmp_path))
+    results.append([answer(i, json.dumps({"prompt": f"p{i}"})) for i in (2, 0)])
+    whole = results.partial.read_bytes()
+    for cut in range(len(whole)):
+        results.partial.write_bytes(whole[: len(whole) - cut])
+        again = Results(job(tmp_path))
+        assert again.done in ({0, 2}, {2}, set())
+        assert results.partial.read_bytes().endswith(b"\n") or not again.done
+    results.partial.write_bytes(whole)
+    again = Results(job(tmp_path, keep_order=True))
+    again.append([answer(i, json.dumps({"prompt": f"p{i}"})) for i in (0, 1, 2)])
+    again.finish()
+    lines = [json.loads(line) for line in again.final.read_text().splitlines()]
+    assert [line["row"] for line in lines] == [0, 1, 2]
+    assert Results(job(tmp_path, keep_order=True)).finished
+
+
+def test_another_jobs_results_are_not_added_to(tmp_path):
+    Results(job(tmp_path))
+    with pytest.raises(JobError, match="another job .differs in: sampling"):
+        Results(job(tmp_path, sampling={"max_tokens": 9}))
+    (tmp_path / "out" / "job.json").unlink()
+    (tmp_path / "out" / "results.jsonl").write_text("")
+    with pytest.raises(JobError, match="without a job.json"):
+        Results(job(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda p: None, "no such file"),
+        (lambda p: p.mkdir(), r"expected .jsonl or .parquet"),
+        (lambda p: p.write_text("x"), r"expected .jsonl or .parquet"),
+    ],
+)
+def test_wrong_inputs_are_named(tmp_path, make, told):
+    make(tmp_path / "input")
+    with pytest.raises(JobError, match=told):
+        input_files(tmp_path / "input")
+
+
+# -- jobs ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gemma(models):
+    return tiny_tokenizer(models("gemma3", W, vocab_size=320))
+
+
+OPTIONS = [
+    *("--enforce-eager", "--dtype", "float32", "--block-size", "32"),
+    *("--max-model-len", "512", "--kv-cache-memory-bytes", str(1 << 27)),
+    *("--sampling", '{"temperature": 0, "max_tokens": 8, "ignore_eos": true}'),
+]
+
+
+def command(gemma, given: Path, out: Path, *more: str) -> list[str]:
+    executable = str(Path(sys.executable).parent / "vllm-ringwindow")
+    return [
+        *(executable, "batch", str(given), str(out), "--model", str(gemma)),
+        *OPTIONS,
+        *more,
+    ]
+
+
+def environment() -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if "MULTIPROCESSING" not in k}
+    return keep | {"OMP_NUM_THREADS": "1"}
+
+
+def run_batch(gemma, given: Path, out: Path, *more: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(gemma, given, out, *more),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=500,
+    )
+
+
+def texts(count: int) -> list[str]:
+    """Prompts shorter and longer than the window."""
+    rng = random.Random(0)
+    words = "ring window block slot prompt token batch wrap".split()
+    return [
+        f"{i} " + " ".join(rng.choice(words) for _ in range(rng.randint(1, 50)))
+        for i in range(count)
+    ]
+
+
+def by_row(file: Path) -> dict[int, dict]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {line["row"]: line for line in lines}
+    assert len(found) == len(lines), "a row is there twice"
+    return found
+
+
+def stock_answers(gemma, prompts: list[str]) -> list[str]:
+    options = dict(skip_tokenizer_init=False, max_model_len=512)
+    with engine(gemma, STOCK, **options) as e:
+        params = sampling_params(8, detokenize=True, logprobs=None)
+        done = e.llm.generate(prompts, params, use_tqdm=False)
+        assert all(len(to_output(o).tokens) == 8 for o in done)
+        return [o.outputs[0].text for o in done]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_bad_rows_are_reported_and_the_rest_equals_stock(gemma, tmp_path):
+    """Prompts, messages, OpenAI's lines and every kind of wrong row in one file."""
+    prompts = texts(6)
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    lines = [json.dumps({"prompt": p, "n_th": i}) for i, p in enumerate(prompts)]
+    lines += [
+        json.dumps(
+            {
+                "custom_id": "c",
+                "method": "POST",
+                "url": "/v1/completions",
+                "body": {"prompt": prompts[0], "max_tokens": 8, "temperature": 0},
+            }
+        ),
+        json.dumps(chat),
+        json.dumps({"prompt": "x" * 2000}),
+        '{"prompt": ',
+        json.dumps({"prompt": ""}),
+        json.dumps({"prompt": "a\0b"}),
+        json.dumps({"messages": [{"role": "wizard", "content": "x"}]}),
+    ]
+    given = tmp_path / "in.jsonl"
+    given.write_text("\n".join(lines))
+    out = tmp_path / "out"
+    done = run_batch(gemma, given, out, "--keep-order")
+    assert done.returncode == 3, done.stderr[-3000:]
+    found = by_row(out / "results.jsonl")
+    assert list(found) == list(range(len(lines)))
+    expected = stock_answers(gemma, prompts)
+    assert [found[i]["output"] for i in range(6)] == expected
+    assert [found[i]["n_th"] for i in range(6)] == list(range(6))
+    (choice,) = found[6]["response"]["body"]["choices"]
+    assert choice["text"] == expected[0]
+    reasons = {
+        7: "no chat template",
+        8: "512",
+        9: "invalid JSON",
+        10: "empty prompt",
+        11: "NUL bytes",
+        12: "unknown role 'wizard'",
+    }
+    for row, reason in reasons.items():
+        assert reason in found[row]["error"], found[row]
+        assert "row 9" in done.stderr
+    # A finished run does nothing: no engine is started.
+    started = time.monotonic()
+    again = run_batch(gemma, given, out, "--keep-order")
+    assert again.returncode == 3 and time.monotonic() - started < 30
+    assert by_row(out / "results.jsonl") == found
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
+    """500 rows; an engine's actor and later the driver die of kill -9; run again."""
+    prompts = texts(500)
+    given = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in prompts])
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        command(gemma, given, out, "--batch-size", "10"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        start_new_session=True,
+    )
+    partial = out / "results.jsonl.partial"
+    try:
+        wait_for_rows(process, partial, 40)
+        victims = engine_actors(process.pid)
+        assert victims
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        before = len(partial.read_text().splitlines())
+        wait_for_rows(process, partial, before + 120)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    some = len(partial.read_text().splitlines())
+    assert 0 < some < 500
+    done = run_batch(gemma, given, out, "--batch-size", "10")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = by_row(out / "results.jsonl")
+    assert sorted(found) == list(range(500))
+    expected = stock_answers(gemma, prompts)
+    assert [found[i]["output"] for i in range(500)] == expected
+
+
+def wait_for_rows(process, partial: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the job has ended"
+        if partial.exists() and partial.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"never {count} rows")
+
+
+def engine_actors(driver: int) -> list[int]:
+    """Ray's actor processes that own an engine, in the driver's session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name = (entry / "cmdline").read_bytes().decode(errors="replace")
+            session = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[3])
+        except (OSError, ValueError):
+            continue
+        if "ray::" in name and "vLLMEngine" in name and session == driver:
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_parquet_in_parquet_out(gemma, tmp_path):
+    prompts = texts(5)
+    table = pa.table({"prompt": prompts, "label": list("abcde")})
+    given = tmp_path / "in.parquet"
+    pq.write_table(table, given, row_group_size=2)
+    done = run_batch(gemma, given, tmp_path / "out")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = pq.read_table(tmp_path / "out" / "results.parquet")
+    assert found["label"].to_pylist() == list("abcde")
+    assert found["output"].to_pylist() == stock_answers(gemma, prompts)
+    assert found["error"].to_pylist() == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("none.jsonl out --model MODEL", "none.jsonl: no such file"),
+        ("IN out", "the following arguments are required: --model"),
+        ("IN out --model MODEL --replicas 0", "'0' is not a number of at least 1"),
+        ("IN out --model MODEL --sampling {", "--sampling"),
+        ("IN out --model MODEL --sampling []", "--sampling: expected an object"),
+        ('IN out --model MODEL --sampling {"heat":1}', "--sampling: unknown: heat"),
+        ("IN out --model MODEL --chat-template no.jinja", "--chat-template no.jinja"),
+        ("IN out --model MODEL --ray-address localhost:1", "--ray-address"),
+    ],
+)
+def test_wrong_use(gemma, tmp_path, monkeypatch, capsys, typed, told):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    typed = typed.replace("MODEL", str(gemma)).replace("IN", "in.jsonl")
+    try:
+        code = main(["batch", *typed.split()])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_sampling_fields_are_vllms():
+    from vllm import SamplingParams
+
+    values = {"stop": ["x"], "ignore_eos": True, "min_tokens": 1, "max_tokens": 2}
+    SamplingParams(**{name: values.get(name, 1) for name in SAMPLING})

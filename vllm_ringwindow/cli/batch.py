@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ringwindow batch``: a file of prompts through vLLM engines, by Ray Data."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ringwindow.cli import UserError
+from vllm_ringwindow.cli.common import (
+    changed_options,
+    console,
+    model_directory,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from vllm_ringwindow.batch import Progress
+
+SOME_ROWS_FAILED = 3
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "batch",
+        help="a file of prompts through vLLM engines, by Ray Data",
+        description="INPUT: .jsonl or .parquet, a file or a folder, rows of OpenAI's "
+        "batch format or with a 'prompt' or 'messages' column. OUTPUT: a folder. "
+        "Killed and run again it goes on where it was. Takes vLLM's engine options "
+        "too. Exit codes: 0 all rows answered, 3 some rows have an error, 1 the job "
+        "failed, 2 wrong use.",
+    )
+    parser.add_argument("input", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", required=True, help="a directory or a name")
+    parser.add_argument(
+        "--replicas", type=positive, default=1, help="engines (default 1)"
+    )
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="a cluster (default: this machine)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=positive,
+        default=32,
+        help="rows handed to an engine at a time; it works on eight such batches at "
+        "once (default 32)",
+    )
+    parser.add_argument(
+        "--sampling",
+        default='{"temperature": 0, "max_tokens": 256}',
+        metavar="JSON",
+        help="sampling parameters where a row gives none (default: %(default)s)",
+    )
+    parser.add_argument("--chat-template", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--keep-order", action="store_true", help="results in the input's order"
+    )
+    parser.set_defaults(run=run, takes_engine_options=True)
+
+
+def run(args: argparse.Namespace, engine_options: list[str]) -> int:
+    from vllm_ringwindow.batch import SAMPLING, Job, JobError, run_job
+
+    try:
+        sampling = json.loads(args.sampling)
+        if not isinstance(sampling, dict):
+            raise ValueError("expected an object")
+        if unknown := sorted(set(sampling) - set(SAMPLING)):
+            raise ValueError(f"unknown: {', '.join(unknown)}")
+    except ValueError as error:
+        raise UserError(f"--sampling: {error}") from None
+    template = None
+    if args.chat_template:
+        try:
+            template = args.chat_template.read_text()
+        except OSError as error:
+            raise UserError(
+                f"--chat-template {args.chat_template}: {error.strerror}"
+            ) from None
+    with model_directory(args.model) as model:
+        engine = changed_options("batch", model, engine_options)
+        engine.setdefault("attention_backend", "RING")
+        job = Job(
+            input=args.input,
+            output=args.output,
+            engine=engine,
+            sampling=sampling,
+            replicas=args.replicas,
+            batch_size=args.batch_size,
+            ray_address=args.ray_address,
+            chat_template=template,
+            keep_order=args.keep_order,
+        )
+        out = console("-")  # stderr: stdout is for whoever pipes
+        shown = _Shown(out)
+        try:
+            with shown:
+                results = run_job(job, shown.update)
+        except JobError as error:
+            raise UserError(str(error)) from error
+    for row, reason in sorted(results.errors.items())[:10]:
+        out.print(f"[yellow]row {row}[/yellow]: {reason}", markup=True)
+    if len(results.errors) > 10:
+        out.print(f"... and {len(results.errors) - 10} more rows with an error")
+    out.print(
+        f"{results.final}: {len(results.done)} rows, {len(results.errors)} errors"
+    )
+    return SOME_ROWS_FAILED if results.errors else 0
+
+
+class _Shown:
+    """A progress bar with rates and the time that is left."""
+
+    def __init__(self, out: Any) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rates]}"),
+            TimeRemainingColumn(),
+            console=out,
+        )
+        self._task = self._bar.add_task("starting engines", total=None, rates="")
+        self._started: float | None = None
+
+    def __enter__(self) -> "_Shown":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: "Progress") -> None:
+        now = time.monotonic()
+        self._started = self._started or now
+        seconds = max(now - self._started, 1e-9)
+        new = progress.done - progress.resumed
+        rates = (
+            f"{new / seconds:.1f} rows/s, {progress.output_tokens / seconds:.0f} tok/s"
+            if new
+            else ""
+        )
+        if progress.errors:
+            rates += f", {progress.errors} errors"
+        self._bar.update(
+            self._task,
+            description="rows" if new or progress.done == progress.total else None,
+            total=progress.total,
+            completed=progress.done,
+            rates=rates,
+        )
