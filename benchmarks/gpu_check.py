@@ -279,13 +279,6 @@ def stages(cpu: bool) -> list[Stage]:
             parity("FLASH_ATTN", True),
         ),
         Stage(
-            "parity-flashinfer",
-            2.0,
-            (*VLLM, "flashinfer"),
-            "FLASHINFER, eager, 15 checks",
-            parity("FLASHINFER", False),
-        ),
-        Stage(
             "speed",
             2.5,
             VLLM,

@@ -32,7 +32,6 @@ from transformers import (
 )
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -41,6 +40,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
+from vllm_ringwindow.planning import kv_cache_config
 
 DTYPE = torch.bfloat16
 GIB = 1 << 30
@@ -241,10 +241,4 @@ def plan(
     config: VllmConfig, specs: dict[str, KVCacheSpec], kv_bytes: int
 ) -> KVCacheConfig | None:
     """What vLLM's planner makes of ``kv_bytes``; None if it refuses to start."""
-    try:
-        (planned,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [kv_bytes])
-    except ValueError as error:
-        if "at least one request" not in str(error):
-            raise
-        return None
-    return kv_cache_utils.generate_scheduler_kv_cache_config([planned])
+    return kv_cache_config(config, [specs], kv_bytes)

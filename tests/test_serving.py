@@ -123,7 +123,7 @@ def test_state_has_no_prompt_content(gemma):
         e.add([7] * 200, sampling_params(8))
         e.step()
         text = json.dumps(engine_state(e.scheduler))
-        assert '"computed_tokens": 200' in text or '"tokens": 20' in text
+        assert '"computed_tokens": 200' in text
         assert "7, 7" not in text
 
 
@@ -164,13 +164,13 @@ def test_metrics_and_inspect_of_a_loaded_server(gemma, tmp_path, capsys, monkeyp
         before = metrics(url)
         assert set(before) == {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
         assert before["rings"] == 0 and before["fresh_blocks_total"] == 0
-        assert before["staging_bytes"] > 0 or before["rings"] == 0
 
         body = dict(prompt="a" * (3 * W), max_tokens=1500, ignore_eos=True, api_key=KEY)
         thread = threading.Thread(target=complete, args=(url,), kwargs=body)
         thread.start()
         early = wait_for(url, lambda m: m["recycled_blocks_total"] > 0)
         assert early["rings"] == groups and early["ring_blocks"] == groups * R
+        assert early["staging_bytes"] > 0
         later = wait_for(
             url,
             lambda m: m["recycled_blocks_total"] > early["recycled_blocks_total"] + 20,

@@ -29,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_ringwindow import report
 from vllm_ringwindow.core.spec import RingWindowSpec
+from vllm_ringwindow.geometry import cdiv
 
 STOCK, HYBRID_OFF, RING = MODES = ("stock", "hybrid off", "ring")
 
@@ -238,11 +239,10 @@ def plan(args: EngineArgs, kv_bytes: int | None = None) -> Plan:
     }
     ranks[HYBRID_OFF] = ranks[STOCK]
     plenty = _plenty(config, specs)
-    configs = {mode: _planned(config, ranks[mode], mode, plenty) for mode in MODES}
-    ring = configs[RING]
+    ring = _planned(config, ranks[RING], RING, plenty)
     assert ring is not None, "more than enough memory is enough"
     fits = {mode: _fit(config, ranks[mode], mode, kv_bytes, plenty) for mode in MODES}
-    lengths = _lengths(config, specs)
+    lengths = _lengths(config)
     per_request = [
         {"tokens": length}
         | {mode: _request_bytes(config, ranks[mode], mode, length) for mode in MODES}
@@ -288,7 +288,7 @@ def _planned(
 def _plenty(config: VllmConfig, specs: Specs) -> int:
     """More bytes than one request can need in any mode."""
     longest = config.model_config.max_model_len + config.max_in_flight_tokens
-    blocks = -(-longest // min(spec.block_size for spec in specs.values())) + 100
+    blocks = cdiv(longest, min(s.block_size for s in specs.values())) + 100
     return 2 * blocks * sum(spec.page_size_bytes for spec in specs.values())
 
 
@@ -335,7 +335,7 @@ def _request_bytes(
         model.max_model_len = before
 
 
-def _lengths(config: VllmConfig, specs: Specs) -> list[int]:
+def _lengths(config: VllmConfig) -> list[int]:
     """Request lengths worth a row: powers of two up to max_model_len."""
     longest = config.model_config.max_model_len
     lengths = [n for n in (2**i for i in range(10, 21)) if n < longest]

@@ -30,9 +30,6 @@ RING_BACKENDS = {
     "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend": (
         "vllm_ringwindow.attention.triton.RingTritonBackend"
     ),
-    "vllm.v1.attention.backends.flashinfer.FlashInferBackend": (
-        "vllm_ringwindow.attention.flashinfer.RingFlashInferBackend"
-    ),
 }
 
 # Rings that have run on the hardware they are for.

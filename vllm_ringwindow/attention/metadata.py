@@ -294,7 +294,7 @@ def staged_view(
         copy_out_from, copy_out_to = copy_out_from[keep], copy_out_to[keep]
     else:
         # Selecting would wait for the device. What is not kept goes to the null block,
-        # which nobody reads; the copy itself skips it where it can.
+        # which nobody reads: more is copied there than must be.
         copy_out_to = torch.where(keep, copy_out_to, 0)
 
     width = int(num_blocks.max())
