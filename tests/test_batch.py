@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offline jobs: rows that are wrong, jobs that are killed, nodes that come and go."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,20 +9,31 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.harness import STOCK, engine, sampling_params, tiny_tokenizer, to_output
-from vllm_ringwindow.batch import (
-    SAMPLING,
+from tests.harness import (
+    STOCK,
+    TEST_ENVIRONMENT,
+    engine,
+    sampling_params,
+    tiny_tokenizer,
+    to_output,
+)
+from vllm_ringwindow.batch.job import Job
+from vllm_ringwindow.batch.results import Results
+from vllm_ringwindow.batch.rows import (
+    ADDED,
+    Answer,
     Chunk,
-    Job,
     JobError,
-    Results,
     RowError,
+    Sampling,
     chunks,
     input_files,
     parse,
@@ -47,7 +59,15 @@ WRONG_ROWS = [
     ("{}", "has neither 'prompt' nor 'messages'"),
     ('{"prompt": ""}', "empty prompt"),
     ('{"prompt": 7}', "prompt: expected text, got int"),
-    ('{"prompt": "a\\u0000b"}', "NUL bytes in the prompt"),
+    ('{"prompt": "a\\u0000b"}', "prompt: has NUL bytes"),
+    ('{"prompt": "\\ud800"}', "half a surrogate pair"),
+    ('{"prompt": "x", "output": "mine"}', "would overwrite: output"),
+    ('{"prompt": "x", "max_tokens": 8.5}', "max_tokens: Input should be a valid int"),
+    ('{"prompt": "x", "max_tokens": 1e99}', "max_tokens"),
+    ('{"prompt": "x", "top_k": true, "stop": 7}', "top_k: .*; stop: "),
+    ('{"prompt": "x", "temperature": NaN}', "temperature: Input should be a finite"),
+    ('{"prompt": "x", "seed": 99999999999999999999}', "seed"),
+    ("[" * 100_000, "invalid JSON"),
     ('{"messages": []}', "expected a list of at least one message"),
     ('{"messages": ["hi"]}', "expected objects"),
     ('{"messages": [{"role": "wizard", "content": "x"}]}', "unknown role 'wizard'"),
@@ -61,37 +81,49 @@ WRONG_ROWS = [
         "not supported in a batch: tools",
     ),
     (
+        '{"custom_id": "a", "url": "/v1/completions", "body": '
+        '{"prompt": "x", "model": "other"}}',
+        "model 'other': this job answers for m, served",
+    ),
+    ('{"custom_id": "a", "url": ["/v1/completions"], "body": {}}', "expected one of"),
+    (
         '{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "n": 2}}',
         "n above 1",
     ),
-    ("caf\udce9", "not UTF-8"),
+    (b"caf\xe9", "not UTF-8"),
 ]
+MODELS = ("m", "served")
 
 
-@pytest.mark.parametrize(("raw", "reason"), WRONG_ROWS)
+@pytest.mark.parametrize(("raw", "reason"), WRONG_ROWS, ids=range(len(WRONG_ROWS)))
 def test_a_wrong_row_says_why(raw, reason):
-    with pytest.raises(RowError, match=reason.replace("'", ".")):
-        parse(raw, DEFAULTS)
+    raw = raw if isinstance(raw, bytes) else raw.encode()
+    with pytest.raises(RowError, match=reason):
+        parse(raw, DEFAULTS, MODELS)
+    # It still has a result that is JSON.
+    line = json.dumps(result_line(Answer(0, raw, reason)))
+    assert reason in str(json.loads(line)["error"])
 
 
 def test_a_rows_own_sampling_wins():
-    _, request = parse('{"prompt": "x", "max_tokens": 3, "top_p": 0.5}', DEFAULTS)
+    raw = b'{"prompt": "x", "max_tokens": 3, "top_p": 0.5, "min_p": null, "tag": []}'
+    request = parse(raw, DEFAULTS, MODELS)
     assert request.sampling == {"temperature": 0, "max_tokens": 3, "top_p": 0.5}
-    body = {"prompt": "x", "max_completion_tokens": 4, "model": "m"}
+    body = {"prompt": "x", "max_completion_tokens": 4, "model": "served", "user": "u"}
     row = {"custom_id": "a", "url": "/v1/completions", "body": body}
-    _, request = parse(json.dumps(row), DEFAULTS)
-    assert request.sampling["max_tokens"] == 4
+    request = parse(("\ufeff" + json.dumps(row) + "\r\n").encode(), DEFAULTS, MODELS)
+    assert request.sampling == {"temperature": 0, "max_tokens": 4}
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_every_row_is_in_one_chunk(tmp_path, size, kind):
-    """Two files, one without a last newline; rows already done are left out."""
+    """Three files, one without a last newline; blank lines; some rows already done."""
     texts = [f"row {i} é" for i in range(10)]
     rows = [{"prompt": text} for text in texts]
     if kind == "jsonl":
         write_rows(tmp_path / "a.jsonl", rows[:6])
-        text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows[6:])
+        text = "\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows[6:])
         (tmp_path / "b.jsonl").write_text(text)
         write_rows(tmp_path / "c.jsonl", [])
     else:
@@ -107,72 +139,74 @@ def test_every_row_is_in_one_chunk(tmp_path, size, kind):
     assert found == {i: text for i, text in enumerate(texts) if i not in done}
 
 
-def answer(row: int, raw: str, text: str = "out", error: str = "") -> dict:
-    return dict(
-        row=row,
-        raw=raw,
-        error=error,
-        text=text,
-        finish="stop",
-        prompt_tokens=2,
-        completion_tokens=1,
-    )
+def answer(row: int, raw: str, error: str | None = None) -> Answer:
+    return Answer(row, raw.encode(), error, "out", "stop", 2, 1)
 
 
 def test_results_have_the_inputs_format():
-    raw = '{"prompt": "x", "tag": 5}'
-    line = result_line(answer(3, raw))
+    line = result_line(answer(3, '{"prompt": "x", "tag": 5}'))
+    assert set(line) == {"prompt", "tag", *ADDED}
     assert (line["row"], line["tag"], line["output"]) == (3, 5, "out")
     assert line["error"] is None and line["total_tokens"] == 3
-    row = {
-        "custom_id": "c",
-        "method": "POST",
-        "url": "/v1/chat/completions",
-        "body": {},
-    }
+    row = {"custom_id": "c", "url": "/v1/chat/completions", "body": {}}
     line = result_line(answer(4, json.dumps(row)))
     assert line["custom_id"] == "c" and line["error"] is None
     (choice,) = line["response"]["body"]["choices"]
     assert choice["message"]["content"] == "out"
     line = result_line(answer(4, json.dumps(row), error="why"))
     assert line["response"] is None and line["error"]["message"] == "why"
-    assert result_line(answer(0, "{", error="invalid JSON"))["error"] == "invalid JSON"
 
 
-def job(tmp_path, rows=3, **fields) -> Job:
+def results_of(tmp_path, rows=3, **fields) -> Results:
     given = tmp_path / "in.jsonl"
     if not given.exists():
         write_rows(given, [{"prompt": f"p{i}"} for i in range(rows)])
     values = dict(input=given, output=tmp_path / "out", engine={"model": "m"})
-    return Job(**(values | dict(sampling=DEFAULTS) | fields))
+    job = Job(**(values | dict(sampling=DEFAULTS) | fields))
+    files = input_files(job.input)
+    return Results(job.output, job.identity(), files, keep_order=job.keep_order)
 
 
 def test_a_line_cut_off_by_a_kill_is_asked_for_again(tmp_path):
-    results = Results(job(tmp_path))
+    results = results_of(tmp_path)
     results.append([answer(i, json.dumps({"prompt": f"p{i}"})) for i in (2, 0)])
+    results.close()
     whole = results.partial.read_bytes()
     for cut in range(len(whole)):
         results.partial.write_bytes(whole[: len(whole) - cut])
-        again = Results(job(tmp_path))
-        assert again.done in ({0, 2}, {2}, set())
+        again = results_of(tmp_path)
+        again.close()
+        assert again.done == ({2, 0} if cut == 0 else {2} if again.done else set())
         assert results.partial.read_bytes().endswith(b"\n") or not again.done
     results.partial.write_bytes(whole)
-    again = Results(job(tmp_path, keep_order=True))
-    again.append([answer(i, json.dumps({"prompt": f"p{i}"})) for i in (0, 1, 2)])
+    again = results_of(tmp_path, keep_order=True)
+    new = again.append([answer(i, json.dumps({"prompt": f"p{i}"})) for i in (0, 1, 2)])
+    assert [a.row for a in new] == [1]
     again.finish()
     lines = [json.loads(line) for line in again.final.read_text().splitlines()]
     assert [line["row"] for line in lines] == [0, 1, 2]
-    assert Results(job(tmp_path, keep_order=True)).finished
+    again.close()
+    assert results_of(tmp_path, keep_order=True).finished
 
 
 def test_another_jobs_results_are_not_added_to(tmp_path):
-    Results(job(tmp_path))
+    first = results_of(tmp_path)
+    with pytest.raises(JobError, match="another run is writing"):
+        results_of(tmp_path)
+    first.close()
     with pytest.raises(JobError, match="another job .differs in: sampling"):
-        Results(job(tmp_path, sampling={"max_tokens": 9}))
+        results_of(tmp_path, sampling={"max_tokens": 9})
+    (tmp_path / "in.jsonl").write_text('{"prompt": "as long"}\n' * 3)
+    with pytest.raises(JobError, match="another job .differs in: input"):
+        results_of(tmp_path)
     (tmp_path / "out" / "job.json").unlink()
     (tmp_path / "out" / "results.jsonl").write_text("")
     with pytest.raises(JobError, match="without a job.json"):
-        Results(job(tmp_path))
+        results_of(tmp_path)
+    (tmp_path / "out" / "results.jsonl").unlink()
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(JobError, match="taken: File exists"):
+        results_of(tmp_path, output=tmp_path / "taken")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +288,7 @@ def stock_answers(gemma, prompts: list[str]) -> list[str]:
         return [o.outputs[0].text for o in done]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.engine
 def test_bad_rows_are_reported_and_the_rest_equals_stock(gemma, tmp_path):
     """Prompts, messages, OpenAI's lines and every kind of wrong row in one file."""
@@ -307,34 +341,25 @@ def test_bad_rows_are_reported_and_the_rest_equals_stock(gemma, tmp_path):
     assert by_row(out / "results.jsonl") == found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.engine
 def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
     """500 rows; an engine's actor and later the driver die of kill -9; run again."""
     prompts = texts(500)
     given = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in prompts])
     out = tmp_path / "out"
-    process = subprocess.Popen(
-        command(gemma, given, out, "--batch-size", "10"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-        start_new_session=True,
-    )
+    process = start_batch(gemma, given, out, "--batch-size", "10")
     partial = out / "results.jsonl.partial"
     try:
-        wait_for_rows(process, partial, 40)
-        victims = engine_actors(process.pid)
-        assert victims
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        before = len(partial.read_text().splitlines())
-        wait_for_rows(process, partial, before + 120)
+        wait_until(lambda: num_lines(partial) >= 40, process)
+        (victim,) = engine_actors(process.pid)
+        victim.kill()
+        before = num_lines(partial)
+        wait_until(lambda: num_lines(partial) >= before + 120, process)
+        assert victim.pid not in [p.pid for p in engine_actors(process.pid)]
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    some = len(partial.read_text().splitlines())
-    assert 0 < some < 500
+        kill(process)
+    assert 0 < num_lines(partial) < 500, "the driver was killed too late"
     done = run_batch(gemma, given, out, "--batch-size", "10")
     assert done.returncode == 0, done.stderr[-3000:]
     found = by_row(out / "results.jsonl")
@@ -343,45 +368,99 @@ def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
     assert [found[i]["output"] for i in range(500)] == expected
 
 
-def wait_for_rows(process, partial: Path, count: int) -> None:
+def start_batch(gemma, given: Path, out: Path, *more: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(gemma, given, out, *more),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def kill(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def wait_until(done: Callable[[], bool], process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
+    while not done():
         assert process.poll() is None, "the job has ended"
-        if partial.exists() and partial.read_bytes().count(b"\n") >= count:
-            return
+        assert time.monotonic() < deadline
         time.sleep(0.1)
-    raise AssertionError(f"never {count} rows")
 
 
-def engine_actors(driver: int) -> list[int]:
-    """Ray's actor processes that own an engine, in the driver's session."""
+def num_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def engine_actors(parent: int) -> list[psutil.Process]:
+    """Ray's actors that own an engine, below a process."""
+    below = psutil.Process(parent).children(recursive=True)
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            name = (entry / "cmdline").read_bytes().decode(errors="replace")
-            session = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[3])
-        except (OSError, ValueError):
-            continue
-        if "ray::" in name and "vLLMEngine" in name and session == driver:
-            found.append(int(entry.name))
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = " ".join(process.cmdline())
+            if name.startswith("ray::") and "vLLMEngine" in name:
+                found.append(process)
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.engine
-def test_parquet_in_parquet_out(gemma, tmp_path):
-    prompts = texts(5)
-    table = pa.table({"prompt": prompts, "label": list("abcde")})
+def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
+    """A node without the plugin is refused; one is added, and one dies, in mid-job.
+
+    Two replicas and one CPU at first: the second engine starts on the node that comes.
+    Parquet in, Parquet out.
+    """
+    from ray.cluster_utils import Cluster
+
+    def raylet(node) -> int:
+        return node.all_processes["raylet"][0].process.pid
+
+    for name in TEST_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    prompts = texts(300)
     given = tmp_path / "in.parquet"
-    pq.write_table(table, given, row_group_size=2)
-    done = run_batch(gemma, given, tmp_path / "out")
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = pq.read_table(tmp_path / "out" / "results.parquet")
-    assert found["label"].to_pylist() == list("abcde")
+    label = [str(i) for i in range(len(prompts))]
+    table = pa.table({"prompt": prompts, "label": label})
+    pq.write_table(table, given, row_group_size=10)
+    out = tmp_path / "out"
+    one = dict(num_cpus=1, include_dashboard=False, object_store_memory=1 << 28)
+    cluster = Cluster(initialize_head=True, head_node_args=one)
+    more = ("--ray-address", cluster.address, "--batch-size", "10", "--replicas", "2")
+    try:
+        bare = cluster.add_node(**one, env_vars={"VLLM_PLUGINS": "other"})
+        done = run_batch(gemma, given, out, *more)
+        assert done.returncode == 2
+        assert "VLLM_PLUGINS='other' there leaves out 'ringwindow'" in done.stderr
+        cluster.remove_node(bare)
+
+        partial = out / "results.jsonl.partial"
+        process = start_batch(gemma, given, out, *more)
+        try:
+            wait_until(lambda: num_lines(partial) >= 20, process)
+            assert len(engine_actors(raylet(cluster.head_node))) == 1
+            added = cluster.add_node(**one)
+            wait_until(lambda: len(engine_actors(raylet(added))) == 1, process)
+            before = num_lines(partial)
+            wait_until(lambda: num_lines(partial) >= before + 50, process)
+            assert num_lines(partial) < len(prompts), "the node is killed too late"
+            cluster.remove_node(added, allow_graceful=False)
+            assert process.wait(300) == 0
+        finally:
+            kill(process)
+    finally:
+        cluster.shutdown()
+    found = pq.read_table(out / "results.parquet")
+    assert found["row"].to_pylist() == list(range(len(prompts)))
+    assert found["label"].to_pylist() == label
     assert found["output"].to_pylist() == stock_answers(gemma, prompts)
-    assert found["error"].to_pylist() == [None] * 5
+    assert set(found["error"].to_pylist()) == {None}
 
 
 @pytest.mark.parametrize(
@@ -392,7 +471,9 @@ def test_parquet_in_parquet_out(gemma, tmp_path):
         ("IN out --model MODEL --replicas 0", "'0' is not a number of at least 1"),
         ("IN out --model MODEL --sampling {", "--sampling"),
         ("IN out --model MODEL --sampling []", "--sampling: expected an object"),
-        ('IN out --model MODEL --sampling {"heat":1}', "--sampling: unknown: heat"),
+        ('IN out --model MODEL --sampling {"heat":1}', "--sampling: heat: "),
+        ('IN out --model MODEL --sampling {"top_k":0.5}', "--sampling: top_k: "),
+        ("IN out --model MODEL --replicas 99", "--replicas 99: needs 99 CPUs"),
         ("IN out --model MODEL --chat-template no.jinja", "--chat-template no.jinja"),
         ("IN out --model MODEL --ray-address localhost:1", "--ray-address"),
     ],
@@ -410,7 +491,11 @@ def test_wrong_use(gemma, tmp_path, monkeypatch, capsys, typed, told):
 
 
 def test_sampling_fields_are_vllms():
+    """Names and defaults; None and nothing given are the same to vLLM."""
     from vllm import SamplingParams
 
-    values = {"stop": ["x"], "ignore_eos": True, "min_tokens": 1, "max_tokens": 2}
-    SamplingParams(**{name: values.get(name, 1) for name in SAMPLING})
+    ours = Sampling().model_dump()
+    SamplingParams(**ours)
+    theirs = SamplingParams()
+    for name, value in ours.items():
+        assert (getattr(theirs, name) or None) == (value or None), name

@@ -16,7 +16,7 @@ from vllm_ringwindow.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from vllm_ringwindow.batch import Progress
+    from vllm_ringwindow.batch.job import Progress
 
 SOME_ROWS_FAILED = 3
 
@@ -61,14 +61,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, engine_options: list[str]) -> int:
-    from vllm_ringwindow.batch import SAMPLING, Job, JobError, run_job
+    from vllm_ringwindow.batch.job import Job, run_job
+    from vllm_ringwindow.batch.rows import JobError, sampling
 
     try:
-        sampling = json.loads(args.sampling)
-        if not isinstance(sampling, dict):
+        defaults = json.loads(args.sampling)
+        if not isinstance(defaults, dict):
             raise ValueError("expected an object")
-        if unknown := sorted(set(sampling) - set(SAMPLING)):
-            raise ValueError(f"unknown: {', '.join(unknown)}")
+        defaults = sampling(defaults)
     except ValueError as error:
         raise UserError(f"--sampling: {error}") from None
     template = None
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, engine_options: list[str]) -> int:
             input=args.input,
             output=args.output,
             engine=engine,
-            sampling=sampling,
+            sampling=defaults,
             replicas=args.replicas,
             batch_size=args.batch_size,
             ray_address=args.ray_address,

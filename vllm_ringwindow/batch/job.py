@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job: what is missing of its results, asked of Ray Data's LLM processor.
+
+The driver alone writes, as rows come; a re-run reads which rows are there and asks for
+the others. So whatever is killed, no row is lost and none is there twice.
+"""
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_ringwindow.batch.results import Results
+from vllm_ringwindow.batch.rows import (
+    Answer,
+    Chunk,
+    JobError,
+    Request,
+    RowError,
+    chunks,
+    input_files,
+    parse,
+    read_rows,
+)
+
+# Reading and writing rows takes next to nothing; engines have the CPUs.
+SMALL_TASK = {"num_cpus": 0.01}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run. ``engine``: options of ``EngineArgs`` as JSON, with ``model``."""
+
+    input: Path
+    output: Path
+    engine: dict[str, Any]
+    sampling: dict[str, Any]  # where a row does not say
+    replicas: int = 1
+    batch_size: int = 32
+    ray_address: str | None = None
+    chat_template: str | None = None
+    keep_order: bool = False
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a re-run to go on where the last one stopped."""
+        digests = []
+        for path in input_files(self.input):
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "blake2b").hexdigest()
+            digests.append([path.name, digest[:32]])
+        return {
+            "input": digests,
+            "engine": self.engine,
+            "sampling": self.sampling,
+            "chat_template": self.chat_template,
+        }
+
+    def models(self) -> tuple[str, ...]:
+        """Names that a row may ask for, as ``vllm serve`` takes them."""
+        names = self.engine.get("served_model_name") or self.engine["model"]
+        return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass
+class Progress:
+    """How far a job is."""
+
+    total: int
+    done: int = 0
+    errors: int = 0
+    resumed: int = 0  # of the done, those of earlier runs
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+def run_job(job: Job, report: Callable[[Progress], None]) -> Results:
+    """Run what is missing of a job; calls ``report`` whenever rows are finished.
+
+    Raises:
+        JobError: the job or the cluster cannot run it.
+    """
+    files = input_files(job.input)
+    results = Results(job.output, job.identity(), files, keep_order=job.keep_order)
+    try:
+        _run(job, results, report)
+    finally:
+        results.close()
+    return results
+
+
+def _run(job: Job, results: Results, report: Callable[[Progress], None]) -> None:
+    done = len(results.done)
+    progress = Progress(done, done, len(results.errors), done)
+    if results.finished:
+        report(progress)
+        return
+    todo = list(chunks(list(results.files), job.batch_size, results.done))
+    progress.total += sum(len(chunk.wanted) for chunk in todo)
+    report(progress)
+    if todo:
+        for answers in _answers(job, todo):
+            for answer in results.append(answers):
+                progress.done += 1
+                progress.errors += bool(answer.error)
+                progress.prompt_tokens += answer.prompt_tokens
+                progress.output_tokens += answer.completion_tokens
+            report(progress)
+    if missing := progress.total - progress.done:
+        raise JobError(f"{missing} rows have no result; run it again")
+    results.finish()
+
+
+def _answers(job: Job, todo: list[Chunk]) -> Iterator[list[Answer]]:
+    """Finished rows, as they come, from Ray Data's LLM processor."""
+    import ray
+
+    max_model_len = _model_config(job.engine).max_model_len
+    with ray_of(job.ray_address) as logs:
+        check_nodes()
+        processor = _processor(job, max_model_len)
+        parts = ray.data.from_items(
+            [{"chunk": asdict(chunk)} for chunk in todo], override_num_blocks=len(todo)
+        )
+        rows = processor(parts.flat_map(_read, **SMALL_TASK))
+        try:
+            for batch in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
+                # The processor leaves rows with an error as they are.
+                yield [
+                    Answer(**(row.get("answer") or _answer(row, max_model_len)))
+                    for row in batch.to_pylist()
+                ]
+        except ray.exceptions.RayError as error:
+            raise JobError(f"{_reason(error)} (what led to it: {logs})") from error
+
+
+def _processor(job: Job, max_model_len: int) -> Any:
+    """Ray Data's LLM processor around the engines of this job."""
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    context = ray.data.DataContext.get_current()
+    for name in ("ray.data", "ray.llm"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    context.enable_progress_bars = False
+    context.enable_rich_progress_bars = False
+    # A row has a Request in it, so Ray Data pickles rows. As Arrow columns they would
+    # be given one type for all, and what a row leaves out would become NaN.
+    context.enable_fallback_to_arrow_object_ext_type = True
+
+    engine = {k: v for k, v in job.engine.items() if k != "model"}
+    on_gpus = ray.cluster_resources().get("GPU", 0) > 0
+    if not on_gpus:
+        tensor = engine.get("tensor_parallel_size", 1)
+        engine["distributed_executor_backend"] = "uni" if tensor == 1 else "mp"
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if job.ray_address is None and job.replicas * tensor > cpus:
+            raise JobError(
+                f"--replicas {job.replicas}: needs {job.replicas * tensor} CPUs, this "
+                f"machine has {cpus}"
+            )
+    config = vLLMEngineProcessorConfig(
+        model_source=job.engine["model"],
+        engine_kwargs=engine,
+        batch_size=job.batch_size,
+        concurrency=(job.replicas, job.replicas),
+        # Where there is no GPU the stage would wait for one.
+        placement_group_config=None if on_gpus else {"bundle_per_worker": {"CPU": 1}},
+        should_continue_on_error=True,
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+        prepare_multimodal_stage=False,
+        log_engine_metrics=False,
+    )
+    return build_processor(
+        config,
+        preprocess=functools.partial(prepare, job=job),
+        preprocess_map_kwargs=SMALL_TASK,
+        postprocess=lambda row: {"answer": _answer(row, max_model_len)},
+        postprocess_map_kwargs=SMALL_TASK,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The last line that says something, of what happened in a process of Ray's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _read(item: dict[str, Any]) -> list[dict[str, Any]]:
+    return read_rows(Chunk(**item["chunk"]))
+
+
+def _model_config(engine: dict[str, Any]) -> Any:
+    """What an engine would make of the model's files.
+
+    Raises:
+        JobError: it would not.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    try:
+        return EngineArgs(**engine).create_model_config()
+    except (ValueError, OSError) as error:
+        raise JobError(_reason(error)) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(engine: str) -> Any:
+    """The engine's own, in a process that has no engine."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(_model_config(json.loads(engine)))
+
+
+def prepare(row: dict[str, Any], *, job: Job) -> dict[str, Any]:
+    """A row for Ray Data's vLLM stage; a wrong one with an empty prompt.
+
+    The stage refuses an empty prompt at once, and carries ``error`` on.
+    """
+    result = row | {"prompt": "", "sampling_params": {}, "error": None, "request": None}
+    try:
+        request = parse(row["raw"], job.sampling, job.models())
+        result |= {"request": request, "sampling_params": request.sampling}
+        if request.prompt is not None:
+            return result | {"prompt": request.prompt}
+        return result | _chat(request, job)
+    except RowError as error:
+        # Not None: what makes Ray Data pickle the row must be in every row.
+        return result | {"request": Request("", None, {}), "error": str(error)}
+
+
+def _chat(request: Request, job: Job) -> dict[str, Any]:
+    tokenizer = _tokenizer(json.dumps(job.engine, sort_keys=True))
+    if not (job.chat_template or getattr(tokenizer, "chat_template", None)):
+        raise RowError("the model has no chat template; give --chat-template")
+    try:
+        text = tokenizer.apply_chat_template(
+            request.messages,
+            chat_template=job.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+    except Exception as error:  # a template raises what it likes
+        raise RowError(f"chat template: {error}") from None
+    # A template writes the special tokens itself.
+    tokens = tokenizer(text, add_special_tokens=False).input_ids
+    return {"prompt": text, "tokenized_prompt": list(tokens)}
+
+
+def _answer(row: dict[str, Any], max_model_len: int) -> dict[str, Any]:
+    """What of the stage's output is kept.
+
+    The stage does not say why an answer ended: one that ends with the very last token
+    it may have reads "length".
+    """
+    error = row.get("error") or row["__inference_error__"] or None
+    given = int(row.get("num_input_tokens") or 0)
+    made = int(row.get("num_generated_tokens") or 0)
+    most = row["request"].sampling.get("max_tokens", 16)
+    answer = Answer(
+        row=row["row"],
+        raw=row["raw"],
+        error=error,
+        text="" if error else row["generated_text"],
+        finish="length" if made >= most or given + made >= max_model_len else "stop",
+        prompt_tokens=given,
+        completion_tokens=made,
+    )
+    return asdict(answer)
+
+
+@contextmanager
+def ray_of(address: str | None) -> Iterator[str]:
+    """A cluster of this machine alone, or the one at ``address``; gives its logs.
+
+    Raises:
+        JobError: there is none.
+    """
+    import ray
+
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        # Ray would try for minutes, and then end the process.
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise JobError(f"--ray-address {address}: {error.strerror}") from None
+    try:
+        context = ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if address is None else None,
+        )
+    except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise JobError(f"--ray-address {address}: {reason}") from error
+    try:
+        yield f"{context.address_info['session_dir']}/logs"
+    finally:
+        ray.shutdown()
+
+
+def check_nodes() -> None:
+    """Every node has the plugin, or the one that has not is named.
+
+    Raises:
+        JobError: a node cannot load it.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    ask = ray.remote(num_cpus=0)(_knows_the_ring)
+    asked = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked[node["NodeManagerAddress"]] = ask.options(
+            scheduling_strategy=there
+        ).remote()
+    for address, answer in asked.items():
+        if (problem := ray.get(answer)) is not None:
+            raise JobError(f"node {address}: {problem}")
+
+
+def _knows_the_ring() -> str | None:
+    """Runs on a node: why it could not run an engine with rings, or None."""
+    import importlib.metadata
+
+    group = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if not any(e.name == "ringwindow" for e in group):
+        return "vllm-ringwindow is not installed there"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "ringwindow" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed!r} there leaves out 'ringwindow'"
+    return None

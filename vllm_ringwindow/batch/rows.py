@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a job: where they are in the input, what they ask for, how they are written.
+
+A wrong row is a row with a reason. Nothing that a row holds may stop the job, or reach
+an engine with a type that it does not expect (a fractional ``max_tokens`` ends vLLM's
+input thread, and with it every answer).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+
+# Fields of OpenAI's requests that change nothing here.
+IGNORED = ("model", "user", "metadata", "n", "stream")
+
+# What a result adds to a row that is not of OpenAI's format.
+ADDED = (
+    "row",
+    "output",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "total_tokens",
+    "error",
+)
+
+
+class JobError(Exception):
+    """The job cannot be run; one line for the user."""
+
+
+class RowError(Exception):
+    """A row cannot be answered; the reason, for its result."""
+
+
+Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+
+
+class Sampling(BaseModel):
+    """Fields of a request that mean the same to vLLM's ``SamplingParams``.
+
+    The types alone are checked here; ``SamplingParams`` checks the values.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    temperature: float = 1
+    top_p: float = 1
+    top_k: Int = 0
+    min_p: float = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] = []
+    stop_token_ids: list[Int] = []
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
+    repetition_penalty: float = 1
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: Int = 0
+    max_tokens: Int = 16
+
+
+def sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """What of ``fields`` is given, checked; ``None`` is not given.
+
+    Raises:
+        ValueError: every field that is wrong, and why.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return Sampling(**given).model_dump(exclude_unset=True)
+    except ValidationError as error:
+        wrong = {str(e["loc"][0]): e["msg"] for e in error.errors()}
+        raise ValueError("; ".join(f"{k}: {v}" for k, v in wrong.items())) from None
+
+
+# -- where rows are --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive rows of one input file; what is asked for at a time.
+
+    ``place``: a byte offset in JSONL, a row group's number in Parquet. ``wanted``: row
+    numbers of the whole input, those already answered left out.
+    """
+
+    path: str
+    place: int
+    first_row: int
+    num_rows: int
+    wanted: tuple[int, ...]
+
+
+def input_files(path: Path) -> list[Path]:
+    """The file itself, or a directory's JSONL or Parquet files in order of name.
+
+    Raises:
+        JobError: there are none, or both.
+    """
+    if not path.exists():
+        raise JobError(f"{path}: no such file")
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
+    kinds = {file.suffix for file in files}
+    if not files or not kinds <= {".jsonl", ".parquet"}:
+        raise JobError(f"{path}: expected .jsonl or .parquet files")
+    if len(kinds) > 1:
+        raise JobError(f"{path}: holds both .jsonl and .parquet files; name one kind")
+    return files
+
+
+def chunks(files: list[Path], size: int, done: set[int]) -> Iterator[Chunk]:
+    """Cut the input into chunks of ``size`` rows, without those that are ``done``.
+
+    Raises:
+        JobError: a file is not what its name says.
+    """
+    before = 0
+    for file in files:
+        cut = _parquet_chunks if file.suffix == ".parquet" else _jsonl_chunks
+        first = before
+        for place, count in cut(file, size):
+            wanted = tuple(r for r in range(first, first + count) if r not in done)
+            if wanted:
+                yield Chunk(str(file), place, first, count, wanted)
+            first += count
+        before = first
+
+
+def _jsonl_chunks(file: Path, size: int) -> Iterator[tuple[int, int]]:
+    start = offset = count = 0
+    with file.open("rb") as lines:
+        for line in lines:
+            offset += len(line)
+            count += bool(line.strip())
+            if count == size:
+                yield start, count
+                start, count = offset, 0
+    if count:
+        yield start, count
+
+
+def _parquet_chunks(file: Path, size: int) -> Iterator[tuple[int, int]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        meta = pq.ParquetFile(file).metadata
+    except pa.ArrowInvalid as error:
+        raise JobError(f"{file}: {error}") from None
+    for group in range(meta.num_row_groups):
+        if count := meta.row_group(group).num_rows:
+            yield group, count
+
+
+def read_rows(chunk: Chunk) -> list[dict[str, Any]]:
+    """``row`` number and ``raw`` bytes of JSON of each wanted row of a chunk."""
+    if chunk.path.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        table = pq.ParquetFile(chunk.path).read_row_group(chunk.place)
+        texts = [json.dumps(row, default=str).encode() for row in table.to_pylist()]
+    else:
+        texts = []
+        with open(chunk.path, "rb") as lines:
+            lines.seek(chunk.place)
+            while len(texts) < chunk.num_rows:
+                if (line := lines.readline()).strip():
+                    texts.append(line)
+    return [{"row": r, "raw": texts[r - chunk.first_row]} for r in chunk.wanted]
+
+
+# -- what a row asks for ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a row asks for: a ``prompt`` or ``messages``."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    sampling: dict[str, Any]
+
+
+def parse(raw: bytes, defaults: dict[str, Any], models: tuple[str, ...]) -> Request:
+    """A row's request.
+
+    Args:
+        raw: a line of JSON.
+        defaults: sampling where the row says nothing.
+        models: names that a row of OpenAI's format may ask for.
+
+    Raises:
+        RowError: why it cannot be answered.
+    """
+    try:
+        row = json.loads(raw.decode().removeprefix("\ufeff"))
+    except UnicodeDecodeError:
+        raise RowError("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"invalid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RowError(f"expected an object, got {type(row).__name__}")
+    if is_openai(row):
+        url = row.get("url")
+        field = URLS.get(url) if isinstance(url, str) else None
+        if field is None:
+            raise RowError(f"url {url!r}: expected one of {', '.join(URLS)}")
+        body = row.get("body")
+        if not isinstance(body, dict):
+            raise RowError("body: expected an object")
+        fields = _openai_sampling(body, field, models)
+    else:
+        body = row
+        field = "messages" if row.get("messages") is not None else "prompt"
+        if taken := sorted(set(ADDED) & set(row)):
+            raise RowError(f"the result would overwrite: {', '.join(taken)}")
+        # Other columns are the user's.
+        fields = {k: v for k, v in row.items() if k in Sampling.model_fields}
+    try:
+        chosen = defaults | sampling(fields)
+    except ValueError as error:
+        raise RowError(str(error)) from None
+    content = body.get(field)
+    if field == "prompt":
+        _check_prompt(content)
+        return Request(content, None, chosen)
+    _check_messages(content)
+    return Request(None, content, chosen)
+
+
+def is_openai(row: dict[str, Any]) -> bool:
+    """Whether a row is a line of OpenAI's batch format."""
+    return "body" in row or "custom_id" in row
+
+
+def _openai_sampling(
+    body: dict[str, Any], field: str, models: tuple[str, ...]
+) -> dict[str, Any]:
+    model = body.get("model")
+    if model is not None and model not in models:
+        raise RowError(f"model {model!r}: this job answers for {', '.join(models)}")
+    if body.get("n") not in (None, 1) or body.get("stream"):
+        raise RowError("not supported in a batch: n above 1, stream")
+    fields = {k: v for k, v in body.items() if k != field and k not in IGNORED}
+    if "max_completion_tokens" in fields:
+        fields["max_tokens"] = fields.pop("max_completion_tokens")
+    if unknown := sorted(set(fields) - set(Sampling.model_fields)):
+        raise RowError(f"not supported in a batch: {', '.join(unknown)}")
+    return fields
+
+
+def _check_prompt(prompt: Any) -> None:
+    if prompt is None:
+        raise RowError("has neither 'prompt' nor 'messages'")
+    if not prompt and isinstance(prompt, str):
+        raise RowError("empty prompt")
+    _check_text(prompt, "prompt")
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise RowError("messages: expected a list of at least one message")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise RowError("messages: expected objects with 'role' and 'content'")
+        if message.get("role") not in ROLES:
+            raise RowError(
+                f"unknown role {message.get('role')!r}: expected one of "
+                f"{', '.join(ROLES)}"
+            )
+        _check_text(message.get("content"), "content of a message")
+
+
+def _check_text(text: Any, what: str) -> None:
+    if not isinstance(text, str):
+        raise RowError(f"{what}: expected text, got {type(text).__name__}")
+    if "\0" in text:
+        raise RowError(f"{what}: has NUL bytes")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{what}: half a surrogate pair is not text") from None
+
+
+# -- what is written -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine made of a row, or why none could."""
+
+    row: int
+    raw: bytes
+    error: str | None
+    text: str = ""
+    finish: str = ""  # "stop" or "length"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+def result_line(answer: Answer) -> dict[str, Any]:
+    """A finished row as it is written, in the input's format."""
+    error = answer.error
+    try:
+        row = json.loads(answer.raw.decode().removeprefix("\ufeff"))
+    except (ValueError, RecursionError):
+        row = {}
+    if not isinstance(row, dict):
+        row = {}
+    usage = {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+    }
+    if not is_openai(row):
+        return {
+            **row,
+            "row": answer.row,
+            "output": None if error else answer.text,
+            "finish_reason": None if error else answer.finish,
+            **({} if error else usage),
+            "error": error,
+        }
+    chat = row.get("url") == "/v1/chat/completions"
+    text = (
+        {"message": {"role": "assistant", "content": answer.text}}
+        if chat
+        else {"text": answer.text}
+    )
+    response = {
+        "status_code": 200,
+        "request_id": f"row-{answer.row}",
+        "body": {
+            "object": "chat.completion" if chat else "text_completion",
+            "choices": [{"index": 0, **text, "finish_reason": answer.finish}],
+            "usage": usage,
+        },
+    }
+    return {
+        "id": f"row-{answer.row}",
+        "row": answer.row,
+        "custom_id": row.get("custom_id"),
+        "response": None if error else response,
+        "error": error and {"code": "invalid_request", "message": error},
+    }
