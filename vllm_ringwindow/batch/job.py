@@ -30,8 +30,10 @@ from vllm_ringwindow.batch.rows import (
     read_rows,
 )
 
-# Reading and writing rows takes next to nothing; engines have the CPUs.
-SMALL_TASK = {"num_cpus": 0.01}
+# What Ray counts, not what is used: where every CPU has an engine, rows must still be
+# read beside it.
+ENGINE_CPUS = 0.75
+TASK = {"num_cpus": 0.1}
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _answers(job: Job, todo: list[Chunk]) -> Iterator[list[Answer]]:
         parts = ray.data.from_items(
             [{"chunk": asdict(chunk)} for chunk in todo], override_num_blocks=len(todo)
         )
-        rows = processor(parts.flat_map(_read, **SMALL_TASK))
+        rows = processor(parts.flat_map(_read, **TASK))
         try:
             for batch in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
                 # The processor leaves rows with an error as they are.
@@ -155,23 +157,26 @@ def _processor(job: Job, max_model_len: int) -> Any:
     context.enable_fallback_to_arrow_object_ext_type = True
 
     engine = {k: v for k, v in job.engine.items() if k != "model"}
-    on_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    if not on_gpus:
-        tensor = engine.get("tensor_parallel_size", 1)
+    tensor = engine.get("tensor_parallel_size", 1)
+    kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
+    if kind == "CPU":
         engine["distributed_executor_backend"] = "uni" if tensor == 1 else "mp"
-        cpus = int(ray.cluster_resources().get("CPU", 0))
-        if job.ray_address is None and job.replicas * tensor > cpus:
-            raise JobError(
-                f"--replicas {job.replicas}: needs {job.replicas * tensor} CPUs, this "
-                f"machine has {cpus}"
-            )
+    there = int(ray.cluster_resources().get(kind, 0))
+    if job.ray_address is None and job.replicas * tensor > there:
+        raise JobError(
+            f"--replicas {job.replicas}: needs {job.replicas * tensor} {kind}s, this "
+            f"machine has {there}"
+        )
     config = vLLMEngineProcessorConfig(
         model_source=job.engine["model"],
         engine_kwargs=engine,
         batch_size=job.batch_size,
-        concurrency=(job.replicas, job.replicas),
+        # A cluster may grow: no engine is waited for that has no place yet.
+        concurrency=(max(1, min(job.replicas, there // tensor)), job.replicas),
         # Where there is no GPU the stage would wait for one.
-        placement_group_config=None if on_gpus else {"bundle_per_worker": {"CPU": 1}},
+        placement_group_config=(
+            {"bundle_per_worker": {"CPU": ENGINE_CPUS}} if kind == "CPU" else None
+        ),
         should_continue_on_error=True,
         chat_template_stage=False,
         tokenize_stage=False,
@@ -182,9 +187,9 @@ def _processor(job: Job, max_model_len: int) -> Any:
     return build_processor(
         config,
         preprocess=functools.partial(prepare, job=job),
-        preprocess_map_kwargs=SMALL_TASK,
+        preprocess_map_kwargs=TASK,
         postprocess=lambda row: {"answer": _answer(row, max_model_len)},
-        postprocess_map_kwargs=SMALL_TASK,
+        postprocess_map_kwargs=TASK,
     )
 
 
@@ -322,15 +327,13 @@ def check_nodes() -> None:
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     ask = ray.remote(num_cpus=0)(_knows_the_ring)
-    asked = {}
+    asked = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked[node["NodeManagerAddress"]] = ask.options(
-            scheduling_strategy=there
-        ).remote()
-    for address, answer in asked.items():
-        if (problem := ray.get(answer)) is not None:
-            raise JobError(f"node {address}: {problem}")
+        asked.append(ask.options(scheduling_strategy=there).remote())
+    for node, problem in zip(nodes, ray.get(asked), strict=True):
+        if problem is not None:
+            raise JobError(f"node {node['NodeManagerAddress']}: {problem}")
 
 
 def _knows_the_ring() -> str | None:
