@@ -120,7 +120,9 @@ class PagedWrapper:
             self.indptr, self.last_page_len = indptr.clone(), last_page_len.clone()
             self.indices = indices
             return
-        require(len(last_page_len) == len(self.last_page_len), "the batch size is fixed")
+        require(
+            len(last_page_len) == len(self.last_page_len), "the batch size is fixed"
+        )
         require(len(indices) <= len(self.indices), "more indices than the buffer holds")
         self.indptr.copy_(indptr)
         self.last_page_len.copy_(last_page_len)
@@ -246,7 +248,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size=None,
         disable_split_kv=False,
     ):  # fmt: skip
-        require(pos_encoding_mode == "NONE" and block_tables is None, "not stood in for")
+        require(
+            pos_encoding_mode == "NONE" and block_tables is None, "not stood in for"
+        )
         self._plan(
             torch.arange(len(last_page_len) + 1, dtype=torch.int32),
             indptr,

@@ -15,7 +15,12 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests import flashinfer_stand_in, kernels
 from tests.kernels import BLOCK, STEPS, Layer, Step, W, specs, worst_difference
-from tests.test_gpu_backends import copy_out_reversed, engine_config, stale_buffer
+from tests.test_gpu_backends import (
+    copy_out_reversed,
+    decode_batch,
+    engine_config,
+    stale_buffer,
+)
 from vllm_ringwindow import compat, policy
 from vllm_ringwindow.attention import builder as builder_module
 from vllm_ringwindow.geometry import ring_blocks
@@ -41,7 +46,6 @@ def config(models):
 @pytest.fixture
 def pair(config, ring_module, monkeypatch):
     """Makes stock's and the ring's layer."""
-    made: list[str] = []
 
     def make(layout="NHD", graphs=False, **fields) -> tuple[Layer, Layer]:
         names = {"NHD": "LBNHC", "HND": "LBHNC"}
@@ -192,10 +196,7 @@ def replayed(pair, monkeypatch, fault=None) -> float:
     stock, ring = pair(graphs=True)
     assert worst_difference(stock, ring, [Step({0: 30, 1: 100, 2: 61})]) < 1e-5
     decode = Step({0: 1, 1: 1, 2: 1})
-    captured = ring.builder.build_for_cudagraph_capture(
-        ring.metadata_of(decode)  # also a step of the requests, in both
-    )
-    stock.metadata_of(decode)
+    captured = ring.builder.build_for_cudagraph_capture(decode_batch(3, 1))
     build = ring.builder.build
 
     def build_and_replay(prefix, common):
@@ -251,11 +252,13 @@ def on_every_view(monkeypatch, change):
 
 
 def wrong_rebasing(monkeypatch, ring):
-    """One block short: the oldest block of the window is left out."""
+    """One block short in decode: every row that is long enough has a block less."""
 
     def change(made, common, rows):
         host = made.seq_lens_cpu_upper_bound
-        return made.replace(seq_lens_cpu_upper_bound=(host - BLOCK).clamp(min=1))
+        if made.max_query_len == 1:
+            host = torch.where(host > 2 * BLOCK, host - BLOCK, host)
+        return made.replace(seq_lens_cpu_upper_bound=host)
 
     on_every_view(monkeypatch, change)
 
@@ -366,11 +369,15 @@ def routed(config, traits=SLIDING) -> str:
         )
 
 
-def test_flashinfer_is_not_imported_before_a_layer_has_it(config):
+def test_routing_to_flashinfer_imports_nothing(config, monkeypatch):
+    """The package needs CUDA: only a layer that gets the backend imports it."""
+    stand_in = flashinfer_stand_in
+    names = {"flashinfer", stand_in.VLLM_MODULE, stand_in.RING_MODULE}
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert routed(config) == policy.RING_BACKENDS[policy.FLASHINFER]
+    assert names.isdisjoint(sys.modules)
     assert AttentionBackendEnum.FLASHINFER.get_path() == policy.FLASHINFER
-    if "flashinfer" not in sys.modules:  # the stand-in may be there already
-        assert flashinfer_stand_in.RING_MODULE not in sys.modules
 
 
 @pytest.mark.feature(

@@ -151,8 +151,8 @@ def kernel_reason(inner: str, vllm_config: "VllmConfig | None") -> str | None:
     if wanted is False or not supports_trtllm_attention(is_prefill=False):
         return None
     return (
-        "on this GPU FlashInfer uses XQA or TRTLLM-gen kernels, around which rings have "
-        "not been tested; --attention-config.use_trtllm_attention=false leaves them out"
+        "on this GPU FlashInfer uses XQA or TRTLLM-gen kernels, and rings around them "
+        "are untested; with --attention-config.use_trtllm_attention=false it does not"
     )
 
 
