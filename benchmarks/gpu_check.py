@@ -147,6 +147,8 @@ def parity(backend: str, graphs: bool) -> Callable[[Setting], list[Row]]:
 def _engine(setting: Setting, backend: str, ring: bool, graphs: bool) -> dict:
     """Engine options: ``backend`` everywhere, with rings around it or not."""
     attention: dict[str, Any] = {"backend": backend}
+    if backend == "FLASHINFER":
+        attention["use_trtllm_attention"] = False  # else rings pass through
     if ring:
         attention["backend_per_kind"] = {"sliding_window": "RING"}
     return dict(
@@ -162,7 +164,7 @@ def _engine(setting: Setting, backend: str, ring: bool, graphs: bool) -> dict:
 # -- speed -----------------------------------------------------------------------------
 
 
-def speed(backend: str) -> Callable[[Setting], list[Row]]:
+def speed(backend: str, graphs: bool) -> Callable[[Setting], list[Row]]:
     """Decode and prefill, two rounds of stock and ring in turn, and what fits."""
 
     def run(setting: Setting) -> list[Row]:
@@ -171,7 +173,7 @@ def speed(backend: str) -> Callable[[Setting], list[Row]]:
         found: dict[str, list[Row]] = {"stock": [], "ring": []}
         for _ in range(2):
             for name, measured in found.items():
-                job = dict(engine=_engine(setting, backend, name == "ring", True))
+                job = dict(engine=_engine(setting, backend, name == "ring", graphs))
                 done = subprocess.run(
                     [sys.executable, __file__, "--child"],
                     input=json.dumps(job),
@@ -203,16 +205,19 @@ def child() -> None:
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
+    from vllm.plugins import load_general_plugins
     from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
 
     job = json.load(sys.stdin)
+    load_general_plugins()  # LLM() reads an attention_config before it does so itself
     llm = LLM(**job["engine"])
     rng = random.Random(0)
-    longest = llm.llm_engine.vllm_config.model_config.max_model_len
+    model = llm.llm_engine.vllm_config.model_config
+    longest, words = model.max_model_len, min(model.get_vocab_size(), 1000)
 
     def timed(num: int, length: int, new: int) -> float:
         prompts = [
-            {"prompt_token_ids": [rng.randrange(3, 1000) for _ in range(length)]}
+            {"prompt_token_ids": [rng.randrange(3, words) for _ in range(length)]}
             for _ in range(num)
         ]
         params = SamplingParams(
@@ -248,6 +253,7 @@ def stages(cpu: bool) -> list[Stage]:
         return [
             Stage("view", 0.1, ("torch",), "the view's reference", view),
             Stage("parity-cpu", 1, VLLM, "CPU_ATTN, eager", parity("CPU_ATTN", False)),
+            Stage("speed-cpu", 2, VLLM, "CPU_ATTN, eager", speed("CPU_ATTN", False)),
         ]
     return [
         Stage(
@@ -279,11 +285,18 @@ def stages(cpu: bool) -> list[Stage]:
             parity("FLASH_ATTN", True),
         ),
         Stage(
+            "graphs-flashinfer",
+            2.0,
+            (*VLLM, "flashinfer"),
+            "FLASHINFER, CUDA graphs captured and replayed, 15 checks",
+            parity("FLASHINFER", True),
+        ),
+        Stage(
             "speed",
             2.5,
             VLLM,
             "FLASH_ATTN, CUDA graphs: decode, prefill, maximum concurrency",
-            speed("FLASH_ATTN"),
+            speed("FLASH_ATTN", True),
         ),
     ]
 

@@ -8,11 +8,11 @@ the cache write, is a torch function that honours the kernel's documented contra
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -148,6 +148,23 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, *args) -
             value_cache[slot // size, slot % size] = value[token]
 
 
+class Module(AttentionLayerBase):
+    """What builders and impls ask of the model's layer."""
+
+    kv_sharing_target_layer_name = None
+    _q_scale = _k_scale = _v_scale = torch.ones(())
+    _q_scale_float = _k_scale_float = _v_scale_float = 1.0
+
+    def __init__(self, layer_name: str, backend: type, impl) -> None:
+        self.layer_name, self.backend, self.impl = layer_name, backend, impl
+
+    def get_attn_backend(self) -> type:
+        return self.backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        return None
+
+
 @dataclass
 class Layer:
     """One attention layer of one backend, with its cache and block tables."""
@@ -178,13 +195,9 @@ class Layer:
         else:
             self.cache = torch.zeros(shape).transpose(1, 2).contiguous()
         self.free = list(range(num_blocks - 1, 0, -1))
+        modules = self.config.compilation_config.static_forward_context
+        name = f"layers.{len(modules)}"
         with set_current_vllm_config(self.config):
-            self.builder = self.backend.get_builder_cls()(
-                self.spec.copy_with_new_block_size(kernel),
-                [],
-                self.config,
-                torch.device("cpu"),
-            )
             self.impl = self.backend.get_impl_cls()(
                 HEADS,
                 HEAD_SIZE,
@@ -196,14 +209,13 @@ class Layer:
                 logits_soft_cap=self.softcap,
                 sinks=self.sinks,
             )
-        one = torch.ones(())
-        self.layer = SimpleNamespace(
-            kv_sharing_target_layer_name=None,
-            layer_name="layer",
-            _q_scale=one,
-            _k_scale=one,
-            _v_scale=one,
-        )
+            modules[name] = self.layer = Module(name, self.backend, self.impl)
+            self.builder = self.backend.get_builder_cls()(
+                self.spec.copy_with_new_block_size(kernel),
+                [name],
+                self.config,
+                torch.device("cpu"),
+            )
 
     def allocate(self, request: int, length: int) -> None:
         """Append to the request's row, as the scheduler would.

@@ -250,6 +250,15 @@ def copy_out_before_the_update(monkeypatch):
     monkeypatch.setattr(builder, "staged_view", broken)
 
 
+def update_block_table_left_on(monkeypatch):
+    """The second group of rings gets the metadata that was built for the first."""
+    cls = builder.RingMetadataBuilder
+    monkeypatch.setattr(cls, "supports_update_block_table", True)
+    monkeypatch.setattr(
+        cls, "update_block_table", lambda self, metadata, table, slots: metadata
+    )
+
+
 @pytest.fixture(scope="module")
 def long_run(gemma):
     """Prompts, options, and stock's answers, which the ring's equal."""
@@ -268,6 +277,7 @@ def long_run(gemma):
         ring_one_block_short,
         copy_out_reversed,
         copy_out_before_the_update,
+        update_block_table_left_on,
     ],
 )
 def test_parity_notices(gemma, long_run, monkeypatch, fault):

@@ -454,7 +454,7 @@ def test_gpu_check_lists_its_stages():
     )
     assert done.returncode == 0
     *stages, total = done.stdout.splitlines()
-    assert len(stages) == 5 and float(total.split()[1]) <= 10
+    assert len(stages) == 6 and float(total.split()[1]) <= 10
     assert all("needs" in line for line in stages)
     assert "a GPU" in done.stdout or torch.cuda.is_available()
 

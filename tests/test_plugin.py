@@ -284,8 +284,7 @@ def test_whole_engines_pass_through_with_the_reason(gemma, edit, reason):
 
 @pytest.mark.engine
 @pytest.mark.feature(
-    "attention backends without a ring (FlashInfer, FlexAttention, composites)",
-    "passes through",
+    "attention backends without a ring (FlexAttention, composites)", "passes through"
 )
 def test_a_backend_without_a_ring_passes_through(monkeypatch, gemma):
     """What a GPU platform chooses: no ring for it yet."""

@@ -118,6 +118,7 @@ def route_layers() -> None:
 def _get_attn_backend_cls(
     original, cls, selected_backend, attn_selector_config, *args, **kwargs
 ):
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.platforms import current_platform
 
     if getattr(selected_backend, "name", None) != policy.BACKEND_NAME:
@@ -134,6 +135,8 @@ def _get_attn_backend_cls(
     reason = policy.selector_reason(attn_selector_config)
     if reason is None and inner not in policy.RING_BACKENDS:
         reason = f"no ring for {inner.rsplit('.', 1)[-1]} yet"
+    if reason is None:
+        reason = policy.kernel_reason(inner, get_current_vllm_config_or_none())
     if reason is None:
         ring = policy.RING_BACKENDS[inner]
         if ring not in policy.PROVEN:

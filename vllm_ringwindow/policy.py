@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BACKEND_NAME = "RING"
 KIND = "sliding_window"
 
+FLASHINFER = "vllm.v1.attention.backends.flashinfer.FlashInferBackend"
+
 # Inner backend class path (what the platform chooses) -> its ring.
 RING_BACKENDS = {
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend": (
@@ -30,6 +32,7 @@ RING_BACKENDS = {
     "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend": (
         "vllm_ringwindow.attention.triton.RingTritonBackend"
     ),
+    FLASHINFER: "vllm_ringwindow.attention.flashinfer.RingFlashInferBackend",
 }
 
 # Rings that have run on the hardware they are for.
@@ -123,12 +126,34 @@ def selector_reason(config: "AttentionSelectorConfig") -> str | None:
         return "MLA or sparse attention"
     if config.use_rswa:
         return "reference sliding window"
-    if config.kv_cache_dtype and "per_token_head" in config.kv_cache_dtype:
-        # The kernel keeps scales in views of the first cache that it sees (H10).
-        return f"--kv-cache-dtype {config.kv_cache_dtype}"
+    dtype = config.kv_cache_dtype or ""
+    # The kernel keeps scales in views of the first cache that it sees (H10); NVFP4 has
+    # pages of its own making, only on GPUs.
+    if "per_token_head" in dtype or dtype.startswith("nvfp4"):
+        return f"--kv-cache-dtype {dtype}"
     if config.use_mm_prefix:
         return "multi-modal prefix attention, which is not supported on rings yet"
     return None
+
+
+def kernel_reason(inner: str, vllm_config: "VllmConfig | None") -> str | None:
+    """Why rings would be around kernels that no test stands in for, or None.
+
+    Args:
+        inner: path of the backend class that the platform chose.
+        vllm_config: the engine's configuration, where it is known.
+    """
+    if inner != FLASHINFER:
+        return None
+    from vllm.utils.flashinfer import supports_trtllm_attention
+
+    wanted = vllm_config and vllm_config.attention_config.use_trtllm_attention
+    if wanted is False or not supports_trtllm_attention(is_prefill=False):
+        return None
+    return (
+        "on this GPU FlashInfer uses XQA or TRTLLM-gen kernels, and rings around them "
+        "are untested; with --attention-config.use_trtllm_attention=false it does not"
+    )
 
 
 def routed_to_ring(layer: "Attention") -> bool:

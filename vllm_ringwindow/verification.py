@@ -341,20 +341,19 @@ def _break(fault: str) -> None:
     from vllm_ringwindow.core.manager import RingBlockManager
 
     if fault == "window":
-        forward = RingImplMixin.forward
+        init = RingImplMixin.__init__
 
         def one_token_short(self, *args, **kwargs):
-            if not vars(self).get("_shortened"):
-                self._shortened = True
-                window = self.sliding_window
-                self.sliding_window = (
-                    window - 1
-                    if isinstance(window, int)
-                    else (window[0] - 1, *window[1:])
-                )
-            return forward(self, *args, **kwargs)
+            init(self, *args, **kwargs)
+            window = self.sliding_window
+            if isinstance(window, int):
+                self.sliding_window = window - 1
+            else:
+                self.sliding_window = (window[0] - 1, *window[1:])
+            if "window_left" in vars(self):  # FlashInfer's: compared with its plan
+                self.window_left -= 1
 
-        RingImplMixin.forward = one_token_short  # type: ignore[method-assign]
+        RingImplMixin.__init__ = one_token_short  # type: ignore[method-assign]
     elif fault == "ring":
         init = RingBlockManager.__init__
 
@@ -376,9 +375,12 @@ def _break(fault: str) -> None:
 
 def child() -> None:
     """``python -m vllm_ringwindow.verification``: a job on stdin, lines on stdout."""
+    from vllm.plugins import load_general_plugins
+
     job = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints goes to stderr
+    load_general_plugins()  # LLM() reads an attention_config before it does so itself
 
     def line(**what: Any) -> None:
         out.write(json.dumps(what) + "\n")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata builder that wraps an inner backend's two builders."""
+"""The metadata builder that wraps an inner backend's builders."""
 
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -34,7 +34,11 @@ from vllm_ringwindow.core.spec import RingWindowSpec
 class RingMetadataBuilder(AttentionMetadataBuilder):
     """Builds :class:`RingMetadata`, or passes through when the group has no ring.
 
-    Prefill has an inner builder of its own: some keep per-step state.
+    A step's metadata is built before its first layer runs, and some inner builders
+    keep what they planned (FlashInfer's wrappers and page indices, FA3's scheduler
+    metadata). So ``in_place_builder`` has the steps of a single in-place pass, which
+    are the ones that CUDA graphs capture, and in any other step each pass has a builder
+    of its own.
     """
 
     inner_builder_cls: ClassVar[type[AttentionMetadataBuilder]]
@@ -49,12 +53,14 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        args = (kv_cache_spec, layer_names, vllm_config, device)
-        self.in_place_builder = self.inner_builder_cls(*args)
+        self._inner_args = (kv_cache_spec, layer_names, vllm_config, device)
+        self.in_place_builder = self.inner_builder_cls(*self._inner_args)
         self.reorder_batch_threshold = self.in_place_builder.reorder_batch_threshold
         self.ring: RingShape | None = None
         if isinstance(kv_cache_spec, RingWindowSpec):
-            self.staged_builder = self.inner_builder_cls(*args)
+            self._pass_builders: dict[bool, list[AttentionMetadataBuilder]] = {
+                staged: [self.make_pass_builder(staged)] for staged in (False, True)
+            }
             self.reorder_batch_threshold = max_decode_query_len(vllm_config)
             self.ring = RingShape(
                 window=kv_cache_spec.sliding_window,
@@ -73,6 +79,25 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                 vllm_config.compilation_config.max_cudagraph_capture_size or 0,
             )
             self.buffers = ViewBuffers(max_rows, self.ring, device)
+
+    def make_pass_builder(self, staged: bool) -> AttentionMetadataBuilder:
+        """An inner builder for one pass of a step that has several."""
+        return self.inner_builder_cls(*self._inner_args)
+
+    def inner_builders(self, groups: list[RowGroup]) -> list[AttentionMetadataBuilder]:
+        """One inner builder for each pass of a step; more are made when needed."""
+        if len(groups) == 1 and not groups[0].staged:
+            return [self.in_place_builder]
+        used = {False: 0, True: 0}
+        builders = []
+        for group in groups:
+            made = self._pass_builders[group.staged]
+            if used[group.staged] == len(made):
+                with set_current_vllm_config(self.vllm_config):
+                    made.append(self.make_pass_builder(group.staged))
+            builders.append(made[used[group.staged]])
+            used[group.staged] += 1
+        return builders
 
     @classmethod
     def get_cudagraph_support(
@@ -109,7 +134,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
             seq_lens = self._host_seq_lens(common)
             groups = group_rows(query_start, seq_lens, self.ring)
         num_blocks = 0
-        for group in groups:
+        for group, builder in zip(groups, self.inner_builders(groups), strict=True):
             if group.staged:
                 first_block = num_blocks if self.ring.keep_staging else 0
                 view, copies, num_blocks = staged_view(
@@ -121,7 +146,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                         tokens=slice(start, start + view.num_actual_tokens),
                         slots=view.slot_mapping,
                         num_blocks=num_blocks,
-                        inner=self.staged_builder.build(0, view, fast_build),
+                        inner=builder.build(0, view, fast_build),
                         **copies,
                     )
                 )
@@ -132,7 +157,7 @@ class RingMetadataBuilder(AttentionMetadataBuilder):
                     InPlacePass(
                         tokens=slice(start, start + view.num_actual_tokens),
                         slots=view.slot_mapping,
-                        inner=self.in_place_builder.build(0, view, fast_build),
+                        inner=builder.build(0, view, fast_build),
                     )
                 )
         return metadata
