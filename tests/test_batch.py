@@ -279,12 +279,12 @@ def by_row(file: Path) -> dict[int, dict]:
     return found
 
 
-def stock_answers(gemma, prompts: list[str]) -> list[str]:
+def stock_answers(gemma, prompts: list[str], max_tokens: int = 8) -> list[str]:
     options = dict(skip_tokenizer_init=False, max_model_len=512)
     with engine(gemma, STOCK, **options) as e:
-        params = sampling_params(8, detokenize=True, logprobs=None)
+        params = sampling_params(max_tokens, detokenize=True, logprobs=None)
         done = e.llm.generate(prompts, params, use_tqdm=False)
-        assert all(len(to_output(o).tokens) == 8 for o in done)
+        assert all(len(to_output(o).tokens) == max_tokens for o in done)
         return [o.outputs[0].text for o in done]
 
 
@@ -421,18 +421,21 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
     def raylet(node) -> int:
         return node.all_processes["raylet"][0].process.pid
 
-    for name in TEST_ENVIRONMENT:
+    prompts = texts(240)
+    expected = stock_answers(gemma, prompts, 96)
+    for name in TEST_ENVIRONMENT:  # nodes are started by this process
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    prompts = texts(300)
     given = tmp_path / "in.parquet"
     label = [str(i) for i in range(len(prompts))]
-    table = pa.table({"prompt": prompts, "label": label})
+    most = [96] * len(prompts)
+    table = pa.table({"prompt": prompts, "label": label, "max_tokens": most})
     pq.write_table(table, given, row_group_size=10)
     out = tmp_path / "out"
     one = dict(num_cpus=1, include_dashboard=False, object_store_memory=1 << 28)
     cluster = Cluster(initialize_head=True, head_node_args=one)
-    more = ("--ray-address", cluster.address, "--batch-size", "10", "--replicas", "2")
+    more = ("--ray-address", cluster.address, "--batch-size", "4", "--replicas", "2")
+    more += ("--max-num-seqs", "2")  # long enough for nodes to come and go
     try:
         bare = cluster.add_node(**one, env_vars={"VLLM_PLUGINS": "other"})
         done = run_batch(gemma, given, out, *more)
@@ -448,7 +451,7 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
             added = cluster.add_node(**one)
             wait_until(lambda: len(engine_actors(raylet(added))) == 1, process)
             before = num_lines(partial)
-            wait_until(lambda: num_lines(partial) >= before + 50, process)
+            wait_until(lambda: num_lines(partial) >= before + 20, process)
             assert num_lines(partial) < len(prompts), "the node is killed too late"
             cluster.remove_node(added, allow_graceful=False)
             assert process.wait(300) == 0
@@ -459,7 +462,7 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
     found = pq.read_table(out / "results.parquet")
     assert found["row"].to_pylist() == list(range(len(prompts)))
     assert found["label"].to_pylist() == label
-    assert found["output"].to_pylist() == stock_answers(gemma, prompts)
+    assert found["output"].to_pylist() == expected
     assert set(found["error"].to_pylist()) == {None}
 
 

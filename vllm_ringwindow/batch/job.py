@@ -33,7 +33,7 @@ from vllm_ringwindow.batch.rows import (
 # What Ray counts, not what is used: where every CPU has an engine, rows must still be
 # read beside it.
 ENGINE_CPUS = 0.75
-TASK = {"num_cpus": 0.1}
+TASK = {"num_cpus": 0.1, "concurrency": 2}
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,9 @@ def _processor(job: Job, max_model_len: int) -> Any:
     kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     if kind == "CPU":
         engine["distributed_executor_backend"] = "uni" if tensor == 1 else "mp"
+        # Ray Data keeps half of all CPUs for the other stages: too few are left for
+        # the engines, and one that has no place yet would stop the others.
+        context.op_resource_reservation_enabled = False
     there = int(ray.cluster_resources().get(kind, 0))
     if job.ray_address is None and job.replicas * tensor > there:
         raise JobError(
@@ -171,8 +174,7 @@ def _processor(job: Job, max_model_len: int) -> Any:
         model_source=job.engine["model"],
         engine_kwargs=engine,
         batch_size=job.batch_size,
-        # A cluster may grow: no engine is waited for that has no place yet.
-        concurrency=(max(1, min(job.replicas, there // tensor)), job.replicas),
+        concurrency=(job.replicas, job.replicas),
         # Where there is no GPU the stage would wait for one.
         placement_group_config=(
             {"bundle_per_worker": {"CPU": ENGINE_CPUS}} if kind == "CPU" else None
