@@ -22,7 +22,7 @@ fuzz: venv
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES)
 
 # The quick set, into benchmarks/results/; wants an idle machine.
-BENCHMARKS := capacity scheduler allocator memory window_update staging accuracy throughput serve
+BENCHMARKS := capacity scheduler allocator memory window_update staging accuracy throughput serve batch
 bench: venv
 	for name in $(BENCHMARKS); do \
 	    $(VENV)/bin/python -m benchmarks.$$name --quick --save || exit 1; \

@@ -16,7 +16,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from vllm import SamplingParams
 
+from benchmarks.models import gemma3_270m
 from tests.harness import (
     STOCK,
     TEST_ENVIRONMENT,
@@ -238,10 +240,13 @@ OPTIONS = [
 ]
 
 
+def executable() -> str:
+    return str(Path(sys.executable).parent / "vllm-ringwindow")
+
+
 def command(gemma, given: Path, out: Path, *more: str) -> list[str]:
-    executable = str(Path(sys.executable).parent / "vllm-ringwindow")
     return [
-        *(executable, "batch", str(given), str(out), "--model", str(gemma)),
+        *(executable(), "batch", str(given), str(out), "--model", str(gemma)),
         *OPTIONS,
         *more,
     ]
@@ -339,6 +344,46 @@ def test_bad_rows_are_reported_and_the_rest_equals_stock(gemma, tmp_path):
     again = run_batch(gemma, given, out, "--keep-order")
     assert again.returncode == 3 and time.monotonic() - started < 30
     assert by_row(out / "results.jsonl") == found
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_gemma_on_real_text_equals_stock(tmp_path):
+    """``tests/data/prompts.jsonl`` on Gemma 3 270M, some prompts beyond its window."""
+    model = gemma3_270m()
+    given = Path(__file__).parent / "data" / "prompts.jsonl"
+    rows = [json.loads(line) for line in given.read_text().splitlines()]
+    options = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
+    sampling = json.dumps({"temperature": 0, "max_tokens": 32})
+    subprocess.run(
+        [
+            *(executable(), "batch", given, tmp_path / "out", "--model", model),
+            *(*options, "--kv-cache-memory-bytes", str(1 << 30)),
+            *("--sampling", sampling),
+        ],
+        check=True,
+        env=environment(),
+    )
+    found = by_row(tmp_path / "out" / "results.jsonl")
+    assert sorted(found) == list(range(len(rows)))
+    more = dict(skip_tokenizer_init=False, max_model_len=4096)
+    with engine(model, STOCK, **more, kv_cache_memory_bytes=1 << 30) as e:
+        lengths = []
+        for i, row in enumerate(rows):
+            asked = row.get("body", row)
+            params = SamplingParams(
+                temperature=0, max_tokens=asked.get("max_tokens", 32)
+            )
+            (done,) = e.llm.generate([asked["prompt"]], params, use_tqdm=False)
+            lengths.append(len(done.prompt_token_ids))
+            line = found[i]
+            answer = (
+                line["response"]["body"]["choices"][0]["text"]
+                if "body" in row
+                else line["output"]
+            )
+            assert answer == done.outputs[0].text, row
+    assert max(lengths) > 2 * 512 and min(lengths) < 512
 
 
 @pytest.mark.slow
