@@ -256,7 +256,7 @@ def _patches() -> list[Finding]:
     for patch in PATCHES:
         about = f"patch: {patch.name}"
         try:
-            patch.apply()
+            state = patch.apply()
         except Exception as error:
             findings.append(
                 Finding(
@@ -268,15 +268,17 @@ def _patches() -> list[Finding]:
                 )
             )
         else:
-            findings.append(Finding(about, "ok", f"applied to {patch.target}"))
+            findings.append(Finding(about, "ok", f"{state.value}: {patch.target}"))
     return findings
 
 
 def _routing() -> list[Finding]:
     import torch
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.attention.selector import (
+        AttentionSelectorConfig,
+        _cached_get_attn_backend,
+    )
 
     from vllm_ringwindow.policy import BACKEND_NAME
 
@@ -292,8 +294,8 @@ def _routing() -> list[Finding]:
             block_size=None,
             has_sliding_window=sliding,
         )
-        path = current_platform.get_attn_backend_cls(member, config, num_heads=8)
-        where[kind] = path.rsplit(".", 1)[-1]
+        select = _cached_get_attn_backend.__wrapped__
+        where[kind] = select(member, config, num_heads=8).__name__
     text = ", ".join(f"{kind} layers: {name}" for kind, name in where.items())
     if where["sliding-window"].startswith("Ring"):
         return [Finding("routing", "ok", text)]
