@@ -84,9 +84,9 @@ def _wrap(owner: object, name: str, parameters: list[str], wrapper: Callable) ->
     """
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     static = inspect.getattr_static(owner, name, None)
-    if static is None:
-        raise MissingTarget(f"vLLM has no {where} any more")
     function = static.__func__ if isinstance(static, classmethod) else static
+    if function is None or getattr(function, "__isabstractmethod__", False):
+        raise MissingTarget(f"vLLM has no {where} any more")
     if hasattr(function, MARK):
         return
     found = list(inspect.signature(function).parameters)

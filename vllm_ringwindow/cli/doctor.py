@@ -250,19 +250,19 @@ def _name_of(member: Any, queue: Any) -> None:
 def _patches() -> list[Finding]:
     import vllm.v1.engine.core  # noqa: F401  two patches are of it, once it is loaded
 
-    from vllm_ringwindow.compat import PATCHES
+    from vllm_ringwindow.compat import PATCHES, MissingTarget
 
     findings = []
     for patch in PATCHES:
         about = f"patch: {patch.name}"
         try:
             state = patch.apply()
-        except Exception as error:
+        except MissingTarget as error:
             findings.append(
                 Finding(
                     about,
                     "FAIL",
-                    first_line(error),
+                    f"missing target: {first_line(error)}",
                     "this vLLM has changed here: use a vLLM that this release of the "
                     "plugin supports, or a newer plugin",
                 )
