@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+WINDOWS = ([10, None], [10], [None])
+
 
 def main(model: Path) -> None:
     import vllm
@@ -58,7 +60,7 @@ def main(model: Path) -> None:
     assert type(promoted) is FullAttentionSpec and promoted.sliding_window == 64
 
     # 0007, 0008: the scheduler, with each stored position checked.
-    scheduled = {str(w): block_ids(busy(model, windows=w)) for w in ([10, None], [10])}
+    scheduled = {str(w): block_ids(busy(model, windows=w)) for w in WINDOWS}
 
     answers = dict(
         vllm=vllm.__file__,

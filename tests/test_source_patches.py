@@ -22,6 +22,7 @@ from tests.harness import (
     server,
     tiny_tokenizer,
 )
+from tests.patched import WINDOWS
 from tests.test_coordinator import block_ids
 from tests.test_serving import KEY, PLUGINS, get, metrics
 from tests.test_simulated_scheduler import busy
@@ -149,7 +150,7 @@ def test_the_plugin_then_needs_no_runtime_patch(patched, gemma):
     assert answers["wrapped"] == []
     assert "unknown key 'metricz'" in answers["refused"]
     # The same blocks, step by step, as with the runtime patches.
-    here = {str(w): block_ids(busy(gemma, windows=w)) for w in ([10, None], [10])}
+    here = {str(w): block_ids(busy(gemma, windows=w)) for w in WINDOWS}
     assert answers["scheduled"] == json.loads(json.dumps(here))
 
 
