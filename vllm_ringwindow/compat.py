@@ -16,13 +16,10 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_ringwindow import policy, vllm_version
-
-logger = init_logger("vllm.ringwindow")
 
 MARK = "_ringwindow_original"
 STATS_KEY = "ringwindow"
@@ -52,7 +49,7 @@ class Patch(NamedTuple):
     upstream: str
     remove_when: str
     needless: Callable[[], bool]
-    """Whether this vLLM has what the patch is for; true only without the patch."""
+    """Whether this vLLM itself has what the patch is for."""
     patch: Callable[[], None]
     use: Callable[[], None] = _nothing
     """Takes the hook that makes the patch needless."""
