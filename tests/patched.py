@@ -18,7 +18,11 @@ WINDOWS = ([10, None], [10], [None])
 def main(model: Path) -> None:
     import vllm
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        replace_as,
+    )
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
     # 0004: before anything else, a plugin's spec first.
@@ -58,6 +62,11 @@ def main(model: Path) -> None:
     specs = {"full": full, "sliding": OneMoreField(**common, sliding_window=64)}
     promoted = kv_cache_utils._promote_local_kv_cache_specs(specs)["sliding"]
     assert type(promoted) is FullAttentionSpec and promoted.sliding_window == 64
+    try:
+        replace_as(SlidingWindowSpec(**common, sliding_window=64), FullAttentionSpec)
+        raise AssertionError("extra_retained_tokens was dropped unasked")
+    except TypeError:
+        pass
 
     # 0007, 0008: the scheduler, with each stored position checked.
     scheduled = {str(w): block_ids(busy(model, windows=w)) for w in WINDOWS}
