@@ -210,7 +210,8 @@ def main() -> int:
         found = run(part, (QUICK if args.quick else WORK)[part], args.rounds)
         show(part, found)
         rows += found
-    finish(args, "batch", rows, model="gemma3-270m")
+    name = "batch" if not args.part else "batch_" + "_".join(args.part)
+    finish(args, name, rows, model="gemma3-270m")
     return int(args.check and any(row.get("verdict") == "FAIL" for row in rows))
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that touches vLLM internals which are not extension points.
 
-One function per patch, listed in ``PATCHES``: target, why, how, upstream state, when
-to remove it. Each is idempotent, keeps the original, and fails loudly if upstream
-renamed its target.
+One entry per patch, listed in ``PATCHES``: target, why, how, upstream state, when to
+remove it. Each is idempotent, keeps the original, fails loudly if upstream renamed its
+target, and is left out where this vLLM has what it is for: ``patches/`` in the source
+tree holds the same changes for vLLM itself, as hooks that ``use`` then takes.
 """
 
 import copyreg
@@ -11,17 +12,32 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from enum import Enum
+from types import ModuleType
+from typing import Any, NamedTuple
 
-from vllm.logger import init_logger
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_ringwindow import policy
-
-logger = init_logger("vllm.ringwindow")
+from vllm_ringwindow import policy, vllm_version
 
 MARK = "_ringwindow_original"
 STATS_KEY = "ringwindow"
+
+
+class MissingTarget(RuntimeError):
+    """Upstream renamed or changed what a patch is for."""
+
+
+class State(Enum):
+    """What became of a patch."""
+
+    APPLIED = "applied"
+    NOT_NEEDED = "not needed: already in this vLLM"
+
+
+def _nothing() -> None:
+    pass
 
 
 class Patch(NamedTuple):
@@ -32,26 +48,48 @@ class Patch(NamedTuple):
     why: str
     upstream: str
     remove_when: str
-    apply: Callable[[], None]
+    needless: Callable[[], bool]
+    """Whether this vLLM itself has what the patch is for."""
+    patch: Callable[[], None]
+    use: Callable[[], None] = _nothing
+    """Takes the hook that makes the patch needless."""
+
+    def apply(self) -> State:
+        """Patch vLLM, or take its hook; again changes nothing.
+
+        Raises:
+            MissingTarget: upstream renamed or changed the target.
+        """
+        try:
+            if self.needless():
+                self.use()
+                return State.NOT_NEEDED
+            self.patch()
+            return State.APPLIED
+        except (ImportError, AttributeError, MissingTarget) as error:
+            raise MissingTarget(
+                f"ringwindow: patch {self.name!r} does not fit vLLM {vllm_version()}: "
+                f"{error} (its target: {self.target})"
+            ) from error
 
 
 def _wrap(owner: object, name: str, parameters: list[str], wrapper: Callable) -> None:
     """Replace ``owner.name`` by ``wrapper(original, ...)`` once.
 
     Raises:
-        RuntimeError: the target is gone or takes other parameters than expected.
+        MissingTarget: it is gone or takes other parameters than expected.
     """
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     static = inspect.getattr_static(owner, name, None)
-    if static is None:
-        raise RuntimeError(f"ringwindow: vLLM has no {where} any more")
     function = static.__func__ if isinstance(static, classmethod) else static
+    if function is None or getattr(function, "__isabstractmethod__", False):
+        raise MissingTarget(f"vLLM has no {where} any more")
     if hasattr(function, MARK):
         return
     found = list(inspect.signature(function).parameters)
     if found[: len(parameters)] != parameters:
-        raise RuntimeError(
-            f"ringwindow: {where} takes {found}, expected it to begin with {parameters}"
+        raise MissingTarget(
+            f"{where} takes {found}, expected it to begin with {parameters}"
         )
 
     @functools.wraps(function)
@@ -66,21 +104,39 @@ def _wrap(owner: object, name: str, parameters: list[str], wrapper: Callable) ->
     )
 
 
+def _engine_core(name: str) -> ModuleType | None:
+    """The engine core's module, in its own process; others never import it.
+
+    Raises:
+        MissingTarget: it has no ``name``.
+    """
+    core = sys.modules.get("vllm.v1.engine.core")
+    if core is not None and not hasattr(core, name):
+        raise MissingTarget(f"vLLM has no {core.__name__}.{name} any more")
+    return core
+
+
 # -- the backend's name, and its pickling (H1) ------------------------------------
 
 
-def register_name() -> None:
-    if policy.BACKEND_NAME not in AttentionBackendEnum.__members__:
-        register_backend(
-            policy.BACKEND_NAME, "vllm_ringwindow.attention.cpu.RingCPUBackend"
-        )
-    copyreg.pickle(AttentionBackendEnum, _reduce_backend)  # type: ignore[arg-type]
+def pickles_by_name() -> bool:
+    load, _ = AttentionBackendEnum.CPU_ATTN.__reduce_ex__(2)[:2]
+    return load not in (AttentionBackendEnum, getattr)
 
 
-def _reduce_backend(member: AttentionBackendEnum):
+def pickle_by_name() -> None:
+    before = copyreg.dispatch_table.get(AttentionBackendEnum)
+    if hasattr(before, MARK):
+        return
+    reduce = functools.partial(_reduce_backend, before)
+    setattr(reduce, MARK, before)
+    copyreg.pickle(AttentionBackendEnum, reduce)  # type: ignore[arg-type]
+
+
+def _reduce_backend(before: Callable | None, member: AttentionBackendEnum):
     if member.name == policy.BACKEND_NAME:
         return load_backend_name, (member.name,)
-    return AttentionBackendEnum, (member.value,)
+    return before(member) if before else (AttentionBackendEnum, (member.value,))
 
 
 def load_backend_name(name: str) -> AttentionBackendEnum:
@@ -104,6 +160,10 @@ def load_backend_name(name: str) -> AttentionBackendEnum:
 # -- routing (H2, H11) -------------------------------------------------------------
 
 
+def selects_per_layer() -> bool:
+    return hasattr(AttentionBackend, "select_for_layer")
+
+
 def route_layers() -> None:
     from vllm.platforms import current_platform
 
@@ -118,46 +178,24 @@ def route_layers() -> None:
 def _get_attn_backend_cls(
     original, cls, selected_backend, attn_selector_config, *args, **kwargs
 ):
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.platforms import current_platform
+    def platform_choice(backend):
+        return original(cls, backend, attn_selector_config, *args, **kwargs)
 
     if getattr(selected_backend, "name", None) != policy.BACKEND_NAME:
-        return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-    inner = original(cls, _chosen_beside_rings(), attn_selector_config, *args, **kwargs)
-    if inner not in policy.RING_BACKENDS and current_platform.is_rocm():
-        inner = original(
-            cls,
-            AttentionBackendEnum.TRITON_ATTN,
-            attn_selector_config,
-            *args,
-            **kwargs,
-        )
-    reason = policy.selector_reason(attn_selector_config)
-    if reason is None and inner not in policy.RING_BACKENDS:
-        reason = f"no ring for {inner.rsplit('.', 1)[-1]} yet"
-    if reason is None:
-        reason = policy.kernel_reason(inner, get_current_vllm_config_or_none())
-    if reason is None:
-        ring = policy.RING_BACKENDS[inner]
-        if ring not in policy.PROVEN:
-            logger.warning_once(
-                "ring: rings on %s have not yet been run on a GPU; compare with stock "
-                "before you rely on them: vllm-ringwindow verify MODEL",
-                inner.rsplit(".", 1)[-1],
-            )
-        return ring
-    if attn_selector_config.has_sliding_window:
-        logger.info_once("ring: sliding-window layers pass through: %s", reason)
-    return inner
+        return platform_choice(selected_backend)
+    return policy.route_layer(attn_selector_config, platform_choice)
 
 
-def _chosen_beside_rings() -> AttentionBackendEnum | None:
-    """The backend that the user chose for all other layers: rings are around it too."""
-    from vllm.config import get_current_vllm_config_or_none
+def has_config_hooks() -> bool:
+    from vllm.config import vllm as config
 
-    config = get_current_vllm_config_or_none()
-    chosen = config and config.attention_config.backend
-    return None if chosen is None or chosen.name == policy.BACKEND_NAME else chosen
+    return hasattr(config, "register_config_hook")
+
+
+def use_config_hook() -> None:
+    from vllm.config.vllm import register_config_hook
+
+    register_config_hook(policy.check_and_complete)
 
 
 def refuse_early() -> None:
@@ -173,22 +211,26 @@ def refuse_early() -> None:
 
 def _check_and_update_config(original, cls, vllm_config):
     original(cls, vllm_config)
-    policy.check_supported(vllm_config)
-    policy.include_drafter(vllm_config)
+    policy.check_and_complete(vllm_config)
 
 
 # -- specs and managers ------------------------------------------------------------
 
 
-def register_spec() -> None:
+def built_in_specs_are_kept() -> bool:
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-    from vllm_ringwindow.core.manager import RingBlockManager
-    from vllm_ringwindow.core.spec import RingWindowSpec
+    return hasattr(KVCacheSpecRegistry, "_built_in_specs_registered")
 
-    # H3: with a custom spec first, the built-in ones would never be registered.
+
+def register_built_in_specs() -> None:
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
     KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(RingWindowSpec, RingBlockManager)
+
+
+def backends_finish_specs() -> bool:
+    return hasattr(AttentionBackend, "finish_layer_spec")
 
 
 def make_ring_specs() -> None:
@@ -198,19 +240,16 @@ def make_ring_specs() -> None:
 
 
 def _get_kv_cache_spec(original, self, vllm_config):
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
-
     spec = original(self, vllm_config)
-    if type(spec) is not SlidingWindowSpec or not policy.routed_to_ring(self):
+    if not policy.routed_to_ring(self):
         return spec
-    if reason := policy.pass_through_reason(vllm_config):
-        logger.info_once("ring: sliding-window layers pass through: %s", reason)
-        return spec
-    spec = RingWindowSpec.from_sliding_window(spec, RingParams.from_config(vllm_config))
-    self.impl.reserve_staging(spec)
-    return spec
+    return self.get_attn_backend().finish_layer_spec(spec, self, vllm_config)
+
+
+def managers_rest() -> bool:
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    return hasattr(SingleTypeKVCacheManager, "rest")
 
 
 def rest_requests() -> None:
@@ -235,6 +274,40 @@ def _get_kv_cache_coordinator(original, *args, **kwargs):
 # -- metrics and state -------------------------------------------------------------
 
 
+def stats_have_a_place_for_plugins() -> bool:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    return "plugin_stats" in SchedulerStats.__dataclass_fields__
+
+
+def use_plugin_stats() -> None:
+    from vllm.v1.metrics.plugins import StatsPlugin, register_stats_plugin
+
+    register_stats_plugin(STATS_KEY, StatsPlugin(_collect, _make_record))
+
+
+def _collect(scheduler) -> dict[str, int] | None:
+    """The engine core's end of the metrics."""
+    from vllm_ringwindow.metrics import EngineCounts
+
+    counts = vars(scheduler).get("_ringwindow_counts")
+    if counts is None:
+        counts = scheduler._ringwindow_counts = EngineCounts(scheduler)
+    return counts()
+
+
+def _make_record(vllm_config, engine_indexes) -> Callable[[Any, int], None] | None:
+    """The frontend's end; None if metrics are off."""
+    from vllm_ringwindow.config import ring_config
+
+    if not policy.ring_requested(vllm_config) or not ring_config(vllm_config).metrics:
+        return None
+    from vllm_ringwindow.metrics import RingMetrics
+
+    name = vllm_config.model_config.served_model_name
+    return RingMetrics(name, engine_indexes).observe
+
+
 def report_metrics() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.loggers import StatLoggerManager
@@ -250,29 +323,16 @@ def report_metrics() -> None:
 
 
 def _make_stats(original, self, *args, **kwargs):
-    from vllm_ringwindow.metrics import EngineCounts
-
     stats = original(self, *args, **kwargs)
     if stats is not None and stats.kv_connector_stats is None:
-        counts = vars(self).get("_ringwindow_counts")
-        if counts is None:
-            counts = self._ringwindow_counts = EngineCounts(self)
-        if found := counts():
+        if found := _collect(self):
             stats.kv_connector_stats = {STATS_KEY: found}
     return stats
 
 
 def _start_loggers(original, self, vllm_config, *args, **kwargs):
-    from vllm_ringwindow.config import ring_config
-
     original(self, vllm_config, *args, **kwargs)
-    self._ringwindow_metrics = None
-    if policy.ring_requested(vllm_config) and ring_config(vllm_config).metrics:
-        from vllm_ringwindow.metrics import RingMetrics
-
-        self._ringwindow_metrics = RingMetrics(
-            vllm_config.model_config.served_model_name, self.engine_indexes
-        )
+    self._ringwindow_record = _make_record(vllm_config, self.engine_indexes)
 
 
 def _record_stats(
@@ -286,15 +346,27 @@ def _record_stats(
     carried = scheduler_stats and scheduler_stats.kv_connector_stats
     if carried and STATS_KEY in carried:
         scheduler_stats.kv_connector_stats = None
-        if self._ringwindow_metrics is not None:
-            self._ringwindow_metrics.observe(carried[STATS_KEY], engine_idx or 0)
+        if self._ringwindow_record is not None:
+            self._ringwindow_record(carried[STATS_KEY], engine_idx or 0)
     return original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+
+def engine_takes_utilities() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("vllm.v1.engine.utility") is not None
+
+
+def use_utility() -> None:
+    from vllm.v1.engine.utility import register_engine_utility
+
+    register_engine_utility("ringwindow_state", _ringwindow_state)
 
 
 def answer_state() -> None:
     """``EngineCore.ringwindow_state``, called by name from the API server."""
-    if core := sys.modules.get("vllm.v1.engine.core"):
-        vars(core)["EngineCore"].ringwindow_state = _ringwindow_state
+    if core := _engine_core("EngineCore"):
+        core.EngineCore.ringwindow_state = _ringwindow_state
 
 
 def _ringwindow_state(self, request_id: str | None = None) -> dict | None:
@@ -308,6 +380,18 @@ def _ringwindow_state(self, request_id: str | None = None) -> dict | None:
 # -- what was decided --------------------------------------------------------------
 
 
+def config_is_announced() -> bool:
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "register_kv_cache_config_listener")
+
+
+def use_config_listener() -> None:
+    from vllm.v1.core.kv_cache_utils import register_kv_cache_config_listener
+
+    register_kv_cache_config_listener(_report)
+
+
 def report_decision() -> None:
     from vllm.v1.core import kv_cache_utils
 
@@ -317,18 +401,22 @@ def report_decision() -> None:
         ["vllm_config", "kv_cache_specs"],
         _report_configs,
     )
-    # The engine core imports it by name; workers never import the engine core.
-    if core := sys.modules.get("vllm.v1.engine.core"):
+    # The engine core imported it by name.
+    if core := _engine_core("get_kv_cache_configs"):
         vars(core)["get_kv_cache_configs"] = kv_cache_utils.get_kv_cache_configs
 
 
 def _report_configs(original, vllm_config, kv_cache_specs, *args, **kwargs):
+    configs = original(vllm_config, kv_cache_specs, *args, **kwargs)
+    _report(vllm_config, configs)
+    return configs
+
+
+def _report(vllm_config, configs) -> None:
     from vllm_ringwindow.report import log_decision
 
-    configs = original(vllm_config, kv_cache_specs, *args, **kwargs)
     if policy.ring_requested(vllm_config):
         log_decision(vllm_config, configs[0])
-    return configs
 
 
 PATCHES = (
@@ -339,7 +427,8 @@ PATCHES = (
         "process that reads its config before it loads plugins",
         upstream="register_backend() takes string names since 0.32; pickling by value",
         remove_when="the enum pickles by name and loads plugins first",
-        apply=register_name,
+        needless=pickles_by_name,
+        patch=pickle_by_name,
     ),
     Patch(
         name="routing",
@@ -348,7 +437,8 @@ PATCHES = (
         "to every layer, global attention included",
         upstream="none",
         remove_when="platforms honour a plugin's backend per layer",
-        apply=route_layers,
+        needless=selects_per_layer,
+        patch=route_layers,
     ),
     Patch(
         name="early refusal",
@@ -356,7 +446,9 @@ PATCHES = (
         why="a refused option should be named by the process that parsed it",
         upstream="no hook for plugins to validate a config",
         remove_when="plugins can validate VllmConfig",
-        apply=refuse_early,
+        needless=has_config_hooks,
+        patch=refuse_early,
+        use=use_config_hook,
     ),
     Patch(
         name="spec registry",
@@ -364,7 +456,8 @@ PATCHES = (
         why="registering before the built-in specs would keep them out",
         upstream="register() is public, _ensure_registered() is not",
         remove_when="register() fills in the built-in specs itself",
-        apply=register_spec,
+        needless=built_in_specs_are_kept,
+        patch=register_built_in_specs,
     ),
     Patch(
         name="ring specs",
@@ -373,7 +466,8 @@ PATCHES = (
         "both of which size a ring",
         upstream="customize_spec() is marked temporary (issue 42449)",
         remove_when="the backend builds the spec from the layer and the config",
-        apply=make_ring_specs,
+        needless=backends_finish_specs,
+        patch=make_ring_specs,
     ),
     Patch(
         name="resting requests",
@@ -382,7 +476,8 @@ PATCHES = (
         "most answers are no",
         upstream="none",
         remove_when="the coordinator asks only when a block border is crossed",
-        apply=rest_requests,
+        needless=managers_rest,
+        patch=rest_requests,
     ),
     Patch(
         name="metrics",
@@ -392,7 +487,9 @@ PATCHES = (
         "whose fields are fixed",
         upstream="vllm.stat_logger_plugins see SchedulerStats, but cannot add to it",
         remove_when="SchedulerStats has a field for plugins",
-        apply=report_metrics,
+        needless=stats_have_a_place_for_plugins,
+        patch=report_metrics,
+        use=use_plugin_stats,
     ),
     Patch(
         name="engine state",
@@ -402,7 +499,9 @@ PATCHES = (
         upstream="vllm.endpoint_plugins reach workers by collective_rpc(), the "
         "scheduler not at all",
         remove_when="plugins can register an engine core method",
-        apply=answer_state,
+        needless=engine_takes_utilities,
+        patch=answer_state,
+        use=use_utility,
     ),
     Patch(
         name="start-up report",
@@ -410,12 +509,29 @@ PATCHES = (
         why="the one place that knows groups, blocks and configuration together",
         upstream="no hook",
         remove_when="plugins are told the final KVCacheConfig",
-        apply=report_decision,
+        needless=config_is_announced,
+        patch=report_decision,
+        use=use_config_listener,
     ),
 )
+
+
+def register_extensions() -> None:
+    """What vLLM lets plugins register: nothing is patched."""
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from vllm_ringwindow.core.manager import RingBlockManager
+    from vllm_ringwindow.core.spec import RingWindowSpec
+
+    if policy.BACKEND_NAME not in AttentionBackendEnum.__members__:
+        register_backend(
+            policy.BACKEND_NAME, "vllm_ringwindow.attention.cpu.RingCPUBackend"
+        )
+    KVCacheSpecRegistry.register(RingWindowSpec, RingBlockManager)
 
 
 def apply_all() -> None:
     """Apply every patch; safe to call again (vLLM loads plugins in each process)."""
     for patch in PATCHES:
         patch.apply()
+    register_extensions()

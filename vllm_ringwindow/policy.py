@@ -5,9 +5,12 @@ One place decides, from the engine's configuration and a layer's traits; the sta
 report (``report``) prints what was decided and why.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ringwindow.config import ring_config
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger("vllm.ringwindow")
 
 BACKEND_NAME = "RING"
 KIND = "sliding_window"
@@ -65,6 +70,12 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "--ubatch-size): micro-batching splits a prefill across two forwards and "
             "the ring has no blocks for what lies between. Drop one of the two options."
         )
+
+
+def check_and_complete(vllm_config: "VllmConfig") -> None:
+    """What is done to every configuration, once the platform has checked it."""
+    check_supported(vllm_config)
+    include_drafter(vllm_config)
 
 
 def include_drafter(vllm_config: "VllmConfig") -> None:
@@ -154,6 +165,50 @@ def kernel_reason(inner: str, vllm_config: "VllmConfig | None") -> str | None:
         "on this GPU FlashInfer uses XQA or TRTLLM-gen kernels, and rings around them "
         "are untested; with --attention-config.use_trtllm_attention=false it does not"
     )
+
+
+def route_layer(
+    config: "AttentionSelectorConfig",
+    platform_choice: Callable[[AttentionBackendEnum | None], str],
+) -> str:
+    """The class path of one layer's backend, when rings were asked for.
+
+    Args:
+        config: The layer's traits.
+        platform_choice: What the platform chooses, given a selected backend or None.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.platforms import current_platform
+
+    inner = platform_choice(_chosen_beside_rings())
+    if inner not in RING_BACKENDS and current_platform.is_rocm():
+        inner = platform_choice(AttentionBackendEnum.TRITON_ATTN)
+    reason = selector_reason(config)
+    if reason is None and inner not in RING_BACKENDS:
+        reason = f"no ring for {inner.rsplit('.', 1)[-1]} yet"
+    if reason is None:
+        reason = kernel_reason(inner, get_current_vllm_config_or_none())
+    if reason is None:
+        ring = RING_BACKENDS[inner]
+        if ring not in PROVEN:
+            logger.warning_once(
+                "ring: rings on %s have not yet been run on a GPU; compare with stock "
+                "before you rely on them: vllm-ringwindow verify MODEL",
+                inner.rsplit(".", 1)[-1],
+            )
+        return ring
+    if config.has_sliding_window:
+        logger.info_once("ring: sliding-window layers pass through: %s", reason)
+    return inner
+
+
+def _chosen_beside_rings() -> AttentionBackendEnum | None:
+    """The backend that the user chose for all other layers: rings are around it too."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    chosen = config and config.attention_config.backend
+    return None if chosen is None or chosen.name == BACKEND_NAME else chosen
 
 
 def routed_to_ring(layer: "Attention") -> bool:

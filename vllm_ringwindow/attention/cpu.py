@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_ringwindow.attention.backend import RingBackendMixin
 from vllm_ringwindow.attention.builder import RingMetadataBuilder
 from vllm_ringwindow.attention.impl import RingImplMixin
 
@@ -19,7 +20,7 @@ class RingCPUImpl(RingImplMixin, CPUAttentionBackendImpl):
     pass
 
 
-class RingCPUBackend(CPUAttentionBackend):
+class RingCPUBackend(RingBackendMixin, CPUAttentionBackend):
     """``CPU_ATTN`` with sliding-window layers on rings.
 
     Keeps the inner backend's name: parts of vLLM compare it with built-in names.
@@ -27,7 +28,6 @@ class RingCPUBackend(CPUAttentionBackend):
     """
 
     inner = CPUAttentionBackend
-    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[RingCPUImpl]:

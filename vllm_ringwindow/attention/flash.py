@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_ringwindow.attention.backend import RingBackendMixin
 from vllm_ringwindow.attention.builder import RingMetadataBuilder
 from vllm_ringwindow.attention.impl import RingImplMixin
 
@@ -19,11 +20,10 @@ class RingFlashImpl(RingImplMixin, FlashAttentionImpl):
     pass
 
 
-class RingFlashBackend(FlashAttentionBackend):
+class RingFlashBackend(RingBackendMixin, FlashAttentionBackend):
     """``FLASH_ATTN`` with sliding-window layers on rings; see ``RingCPUBackend``."""
 
     inner = FlashAttentionBackend
-    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[RingFlashImpl]:

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.flashinfer import (
     FlashInferMetadataBuilder,
 )
 
+from vllm_ringwindow.attention.backend import RingBackendMixin
 from vllm_ringwindow.attention.builder import RingMetadataBuilder
 from vllm_ringwindow.attention.impl import RingImplMixin
 
@@ -43,11 +44,10 @@ class RingFlashInferImpl(RingImplMixin, FlashInferImpl):
     pass
 
 
-class RingFlashInferBackend(FlashInferBackend):
+class RingFlashInferBackend(RingBackendMixin, FlashInferBackend):
     """``FLASHINFER`` with sliding-window layers on rings; see ``RingCPUBackend``."""
 
     inner = FlashInferBackend
-    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[RingFlashInferImpl]:

@@ -7,6 +7,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from vllm_ringwindow.attention.backend import RingBackendMixin
 from vllm_ringwindow.attention.builder import RingMetadataBuilder
 from vllm_ringwindow.attention.impl import RingImplMixin
 
@@ -19,11 +20,10 @@ class RingTritonImpl(RingImplMixin, TritonAttentionImpl):
     pass
 
 
-class RingTritonBackend(TritonAttentionBackend):
+class RingTritonBackend(RingBackendMixin, TritonAttentionBackend):
     """``TRITON_ATTN`` with sliding-window layers on rings; see ``RingCPUBackend``."""
 
     inner = TritonAttentionBackend
-    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[RingTritonImpl]:

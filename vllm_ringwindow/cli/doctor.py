@@ -250,33 +250,35 @@ def _name_of(member: Any, queue: Any) -> None:
 def _patches() -> list[Finding]:
     import vllm.v1.engine.core  # noqa: F401  two patches are of it, once it is loaded
 
-    from vllm_ringwindow.compat import PATCHES
+    from vllm_ringwindow.compat import PATCHES, MissingTarget
 
     findings = []
     for patch in PATCHES:
         about = f"patch: {patch.name}"
         try:
-            patch.apply()
-        except Exception as error:
+            state = patch.apply()
+        except MissingTarget as error:
             findings.append(
                 Finding(
                     about,
                     "FAIL",
-                    first_line(error),
+                    f"missing target: {first_line(error)}",
                     "this vLLM has changed here: use a vLLM that this release of the "
                     "plugin supports, or a newer plugin",
                 )
             )
         else:
-            findings.append(Finding(about, "ok", f"applied to {patch.target}"))
+            findings.append(Finding(about, "ok", f"{state.value}: {patch.target}"))
     return findings
 
 
 def _routing() -> list[Finding]:
     import torch
-    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
-    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.attention.selector import (
+        AttentionSelectorConfig,
+        _cached_get_attn_backend,
+    )
 
     from vllm_ringwindow.policy import BACKEND_NAME
 
@@ -292,8 +294,8 @@ def _routing() -> list[Finding]:
             block_size=None,
             has_sliding_window=sliding,
         )
-        path = current_platform.get_attn_backend_cls(member, config, num_heads=8)
-        where[kind] = path.rsplit(".", 1)[-1]
+        select = _cached_get_attn_backend.__wrapped__
+        where[kind] = select(member, config, num_heads=8).__name__
     text = ", ".join(f"{kind} layers: {name}" for kind, name in where.items())
     if where["sliding-window"].startswith("Ring"):
         return [Finding("routing", "ok", text)]

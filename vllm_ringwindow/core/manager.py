@@ -155,11 +155,8 @@ class RingBlockManager(SlidingWindowManager):
 
         skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
         hits = new_computed_blocks[skipped:]
-        if any(b.block_id in self._published for b in hits):
-            # The hit was hashed by a request scheduled in this very step; its blocks
-            # are filled at the end of each layer's prefill, too late for us (I8).
+        if self.hit_is_pending(new_computed_blocks, total_computed_tokens):
             # Ask for more than the pool has, as MambaManager does: wait a step.
-            self.counts.deferred += 1
             return self.block_pool.num_gpu_blocks + 1
         num_new = max(0, required - max(skipped, len(new_computed_blocks)))
         if apply_admission_cap:
@@ -167,6 +164,20 @@ class RingBlockManager(SlidingWindowManager):
         else:
             num_new = min(num_new, self.num_ring_blocks)
         return num_new + self._get_num_evictable_blocks(hits)
+
+    def hit_is_pending(
+        self, new_computed_blocks: Sequence[KVCacheBlock], total_computed_tokens: int
+    ) -> bool:
+        """Whether a hit was hashed by a request scheduled in this very step (I8).
+
+        Its blocks are filled at the end of each layer's prefill, too late for others.
+        """
+        skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
+        pending = any(
+            b.block_id in self._published for b in new_computed_blocks[skipped:]
+        )
+        self.counts.deferred += pending
+        return pending
 
     def _capped(self, physical: int, num_more: int) -> int:
         """Most blocks a request that holds ``physical`` will hold at once."""
@@ -265,7 +276,7 @@ class RingBlockManager(SlidingWindowManager):
     def rest(self, request_id: str) -> Rest | None:
         """Until when the other calls do nothing for a request; None: do call."""
         ring = self._rings.get(request_id)
-        if ring is None or ring.unswept:
+        if ring is None or ring.unswept or not self.kv_cache_spec.ring.rest:
             return None
         size = self.block_size
         hashed = self.num_cached_block.get(request_id, 0)
