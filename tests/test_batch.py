@@ -388,6 +388,7 @@ def test_gemma_on_real_text_equals_stock(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.feature("offline jobs on Ray Data, killed and resumed", "works")
 def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
     """500 rows; an engine's actor and later the driver die of kill -9; run again."""
     prompts = texts(500)
@@ -455,6 +456,7 @@ def engine_actors(parent: int) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.feature("offline jobs on a Ray cluster, nodes that come and go", "works")
 def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
     """A node without the plugin is refused; one is added, and one dies, in mid-job.
 
