@@ -23,6 +23,7 @@ from tests.harness import (
     STOCK,
     TEST_ENVIRONMENT,
     engine,
+    had_rings,
     sampling_params,
     tiny_tokenizer,
     to_output,
@@ -321,6 +322,7 @@ def test_bad_rows_are_reported_and_the_rest_equals_stock(gemma, tmp_path):
     out = tmp_path / "out"
     done = run_batch(gemma, given, out, "--keep-order")
     assert done.returncode == 3, done.stderr[-3000:]
+    assert "ring: on rings: 5 layers" in done.stderr
     found = by_row(out / "results.jsonl")
     assert list(found) == list(range(len(lines)))
     expected = stock_answers(gemma, prompts)
@@ -408,6 +410,7 @@ def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
     assert 0 < num_lines(partial) < 500, "the driver was killed too late"
     done = run_batch(gemma, given, out, "--batch-size", "10")
     assert done.returncode == 0, done.stderr[-3000:]
+    had_rings.append("ring: on rings: 5 layers" in done.stderr)
     found = by_row(out / "results.jsonl")
     assert sorted(found) == list(range(500))
     expected = stock_answers(gemma, prompts)
@@ -415,13 +418,14 @@ def test_killed_actor_and_killed_driver_lose_no_row(gemma, tmp_path):
 
 
 def start_batch(gemma, given: Path, out: Path, *more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(gemma, given, out, *more),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment(),
-        start_new_session=True,
-    )
+    with (out.parent / "stderr").open("w") as errors:
+        return subprocess.Popen(
+            command(gemma, given, out, *more),
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env=environment(),
+            start_new_session=True,
+        )
 
 
 def kill(process: subprocess.Popen) -> None:
@@ -502,6 +506,8 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
             assert num_lines(partial) < len(prompts), "the node is killed too late"
             cluster.remove_node(added, allow_graceful=False)
             assert process.wait(300) == 0
+            told = (tmp_path / "stderr").read_text()
+            had_rings.append("ring: on rings: 5 layers" in told)
         finally:
             kill(process)
     finally:

@@ -10,7 +10,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -80,6 +82,7 @@ class Progress:
     resumed: int = 0  # of the done, those of earlier runs
     prompt_tokens: int = 0
     output_tokens: int = 0
+    engines: tuple[str, ...] = ()  # what they logged about rings
 
 
 def run_job(job: Job, report: Callable[[Progress], None]) -> Results:
@@ -107,7 +110,7 @@ def _run(job: Job, results: Results, report: Callable[[Progress], None]) -> None
     progress.total += sum(len(chunk.wanted) for chunk in todo)
     report(progress)
     if todo:
-        for answers in _answers(job, todo):
+        for answers in _answers(job, todo, progress):
             for answer in results.append(answers):
                 progress.done += 1
                 progress.errors += bool(answer.error)
@@ -119,10 +122,11 @@ def _run(job: Job, results: Results, report: Callable[[Progress], None]) -> None
     results.finish()
 
 
-def _answers(job: Job, todo: list[Chunk]) -> Iterator[list[Answer]]:
+def _answers(job: Job, todo: list[Chunk], progress: Progress) -> Iterator[list[Answer]]:
     """Finished rows, as they come, from Ray Data's LLM processor."""
     import ray
 
+    started = time.time()
     max_model_len = _model_config(job.engine).max_model_len
     with ray_of(job.ray_address) as logs:
         check_nodes()
@@ -133,6 +137,8 @@ def _answers(job: Job, todo: list[Chunk]) -> Iterator[list[Answer]]:
         rows = processor(parts.flat_map(_read, **TASK))
         try:
             for batch in rows.iter_batches(batch_size=None, batch_format="pyarrow"):
+                if not progress.engines:
+                    progress.engines = what_engines_say(logs, started)
                 # The processor leaves rows with an error as they are.
                 yield [
                     Answer(**(row.get("answer") or _answer(row, max_model_len)))
@@ -318,24 +324,52 @@ def ray_of(address: str | None) -> Iterator[str]:
         ray.shutdown()
 
 
+def _on_every_node(ask: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+    """(address, answer) of each node that is alive."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    task = ray.remote(num_cpus=0)(ask)
+    asked = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked.append(task.options(scheduling_strategy=there).remote(*args))
+    addresses = [node["NodeManagerAddress"] for node in nodes]
+    return list(zip(addresses, ray.get(asked), strict=True))
+
+
 def check_nodes() -> None:
     """Every node has the plugin, or the one that has not is named.
 
     Raises:
         JobError: a node cannot load it.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    ask = ray.remote(num_cpus=0)(_knows_the_ring)
-    asked = []
-    for node in nodes:
-        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked.append(ask.options(scheduling_strategy=there).remote())
-    for node, problem in zip(nodes, ray.get(asked), strict=True):
+    for address, problem in _on_every_node(_knows_the_ring):
         if problem is not None:
-            raise JobError(f"node {node['NodeManagerAddress']}: {problem}")
+            raise JobError(f"node {address}: {problem}")
+
+
+def what_engines_say(logs: str, since: float) -> tuple[str, ...]:
+    """The lines about rings that engines have logged, each once.
+
+    Args:
+        logs: the folder of Ray's logs, the same on every node.
+        since: time of day, in seconds; older files are other jobs'.
+    """
+    found = [
+        line for _, lines in _on_every_node(_ring_lines, logs, since) for line in lines
+    ]
+    return tuple(dict.fromkeys(found)) or ("ring: not a word in the engines' logs",)
+
+
+def _ring_lines(logs: str, since: float) -> list[str]:
+    found = []
+    for file in sorted(Path(logs).glob("worker-*")):
+        if file.stat().st_mtime >= since:
+            text = file.read_text(errors="replace")
+            found += re.findall(r"\] (ring: .*)", text)
+    return found
 
 
 def _knows_the_ring() -> str | None:

@@ -132,6 +132,7 @@ class _Shown:
         )
         self._task = self._bar.add_task("starting engines", total=None, rates="")
         self._started: float | None = None
+        self._told = 0
 
     def __enter__(self) -> "_Shown":
         self._bar.start()
@@ -141,6 +142,9 @@ class _Shown:
         self._bar.stop()
 
     def update(self, progress: "Progress") -> None:
+        for line in progress.engines[self._told :]:
+            self._bar.console.print(line, markup=False)
+            self._told += 1
         now = time.monotonic()
         self._started = self._started or now
         seconds = max(now - self._started, 1e-9)
