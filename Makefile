@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 
-.PHONY: venv test fuzz bench demo lint clean
+.PHONY: venv test long compat fuzz bench demo lint dist clean
 
 venv: $(VENV)/.installed
 
@@ -15,6 +15,10 @@ $(VENV)/.installed: setup.py .ci/setup.sh .ci/vllm-metadata/setup.py
 test: venv
 	$(VENV)/bin/python -m pytest -q -m "slow and not long" --durations=15 tests
 	$(VENV)/bin/python -m pytest -q -m "not slow and not long" --durations=15 -n 2 --dist worksteal tests
+
+# What `make test` leaves out: minutes each.
+long: venv
+	$(VENV)/bin/python -m pytest -q -m long --durations=15 tests
 
 # Random configurations, ring against stock. A failure prints a one-line reproducer.
 MINUTES ?= 5
@@ -35,6 +39,12 @@ lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# sdist and wheel, checked as an index would.
+dist: venv
+	rm -rf build dist
+	$(VENV)/bin/python -m build -q
+	$(VENV)/bin/twine check --strict dist/*
 
 # Keeps $(VENV), and the model in ~/.cache/vllm-ringwindow.
 clean:

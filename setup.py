@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Package metadata.  Neither vLLM nor torch is required: pick ``cpu`` or ``cuda``."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 # Gemma 3 270M as a GGUF, and what transformers needs to read it.
@@ -15,6 +17,8 @@ setup(
     name="vllm-ringwindow",
     version="0.1.0",
     description="Ring-buffer KV cache for sliding-window attention in vLLM",
+    long_description=(Path(__file__).parent / "README.md").read_text(),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
@@ -34,13 +38,17 @@ setup(
         "batch": ["pydantic>=2", "ray[data]>=2.60"],
         "serve": ["ray[serve]>=2.60"],
         "dev": [
+            "build",
             "hypothesis",
             "mypy",
+            "pre-commit",
+            "pydantic>=2",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
             "ray[data,serve]>=2.60",
             "ruff",
+            "twine",
             "xformers",
             *REAL_MODEL,
         ],

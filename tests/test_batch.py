@@ -458,7 +458,7 @@ def engine_actors(parent: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.engine
 @pytest.mark.feature("offline jobs on a Ray cluster, nodes that come and go", "works")
 def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):

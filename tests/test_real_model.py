@@ -43,6 +43,7 @@ def stock(gemma, prompts):
     return run_spawned(gemma, STOCK, prompts, 24, **OPTIONS)
 
 
+@pytest.mark.long
 def test_spawned_engines_equal_stock(gemma, prompts, stock):
     """In chunks of half a window; the tiny models have every other chunk size."""
     ring = run_spawned(
