@@ -28,7 +28,7 @@ from tests.harness import (
     tiny_tokenizer,
     to_output,
 )
-from vllm_ringwindow.batch.job import Job
+from vllm_ringwindow.batch.job import Job, _knows_the_ring
 from vllm_ringwindow.batch.results import Results
 from vllm_ringwindow.batch.rows import (
     ADDED,
@@ -224,6 +224,25 @@ def test_wrong_inputs_are_named(tmp_path, make, told):
     make(tmp_path / "input")
     with pytest.raises(JobError, match=told):
         input_files(tmp_path / "input")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "told"),
+    [
+        (None, None),
+        ("ringwindow,other", None),
+        ("other", "VLLM_PLUGINS='other' there leaves out 'ringwindow'"),
+        ("", "VLLM_PLUGINS='' there leaves out 'ringwindow'"),
+    ],
+)
+def test_a_node_says_why_it_has_no_ring(monkeypatch, allowed, told):
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert _knows_the_ring() == told
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    assert _knows_the_ring() == "vllm-ringwindow is not installed there"
 
 
 # -- jobs ------------------------------------------------------------------------------
