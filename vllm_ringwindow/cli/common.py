@@ -140,7 +140,7 @@ def changed_options(command: str, model: str, given: Sequence[str]) -> dict[str,
     options = {
         name: value
         for name, value in chosen.items()
-        if name not in ("attention_backend", "model") and value != default[name]
+        if name != "model" and value != default[name]
     }
     for name, value in options.items():
         try:
