@@ -19,6 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 from vllm import SamplingParams
 
 from benchmarks.models import gemma3_270m
@@ -36,6 +37,7 @@ from vllm_ringwindow.batch.job import (
     RING_LINE,
     Job,
     _matches,
+    _reason,
     prepare,
 )
 from vllm_ringwindow.batch.results import Results
@@ -666,6 +668,9 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
     [
         ("none.jsonl out --model MODEL", "none.jsonl: no such file"),
         ("IN out", "the following arguments are required: --model"),
+        ("IN out --model nosuch/model", "outgoing traffic has been disabled"),
+        ("IN out --model MODEL --bogus 1", "unrecognized arguments: --bogus 1"),
+        (f"{'x' * 300}.jsonl out --model MODEL", "File name too long"),
         ("IN out --model MODEL --replicas 0", "'0' is not a number of at least 1"),
         ("IN out --model MODEL --sampling {", "--sampling"),
         ("IN out --model MODEL --sampling []", "--sampling: expected an object"),
@@ -690,7 +695,9 @@ def test_wrong_use(gemma, tmp_path, monkeypatch, capsys, typed, told):
     except SystemExit as stop:
         code = stop.code
     assert code == 2
-    assert told in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert told in written
+    assert len(written.splitlines()) < 20  # no usage of 250 lines, no traceback
 
 
 def test_sampling_fields_are_vllms():
@@ -720,6 +727,15 @@ def test_options_of_engines_are_kept(gemma, tmp_path, monkeypatch):
     assert [job.engine["attention_backend"] for job in jobs] == ["RING", "cpu_attn"]
     assert jobs[0].engine["model"] == str(gemma)
     assert jobs[0].models() == (gemma.name,)
+
+
+def test_the_option_that_pydantic_refuses_is_named():
+    class Options(BaseModel):
+        max_num_seqs: int = Field(ge=1)
+
+    with pytest.raises(ValidationError) as error:
+        Options(max_num_seqs=0)
+    assert _reason(error.value).startswith("max_num_seqs: Input should be greater")
 
 
 def test_why_an_engine_did_not_start_is_in_its_log(tmp_path):

@@ -222,6 +222,8 @@ def _reason(error: BaseException) -> str:
     """The last line that says something, of what happened in a process of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if "https://errors.pydantic.dev/" not in line]
+    if len(lines) > 1 and " [type=" in lines[-1]:  # pydantic's; the option's name first
+        return f"{lines[-2]}: {lines[-1].partition(' [type=')[0]}"
     return lines[-1] if lines else type(error).__name__
 
 

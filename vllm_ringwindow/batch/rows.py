@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SUFFIXES = {".jsonl", ".parquet"}
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 # Fields of OpenAI's requests that change nothing here.
@@ -120,13 +121,16 @@ def input_files(path: Path) -> list[Path]:
     Raises:
         JobError: there are none, or both, or one cannot be read.
     """
-    if not path.exists():
-        raise JobError(f"{path}: no such file")
     files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
+    try:
+        if not path.exists():
+            raise JobError(f"{path}: no such file")
+        if path.is_dir():
+            files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from None
     kinds = {file.suffix for file in files}
-    if not files or not kinds <= {".jsonl", ".parquet"}:
+    if not files or not kinds <= SUFFIXES:
         raise JobError(f"{path}: expected .jsonl or .parquet files")
     if len(kinds) > 1:
         raise JobError(f"{path}: holds both .jsonl and .parquet files; name one kind")

@@ -4,7 +4,9 @@
 import argparse
 import importlib.util
 import json
+import os
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +113,8 @@ def run(args: argparse.Namespace, engine_options: list[str]) -> int:
         out = console("-")  # stderr: stdout is for whoever pipes
         shown = _Shown(out)
         try:
-            with shown:
+            # Ray prints what fails in its processes, traceback and all.
+            with shown, open(os.devnull, "w") as ray, redirect_stdout(ray):
                 results = run_job(job, shown.update)
         except JobFailed as error:
             out.print(Text(f"vllm-ringwindow batch: {error}"), soft_wrap=True)
