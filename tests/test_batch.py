@@ -2,20 +2,24 @@
 """Offline jobs: rows that are wrong, jobs that are killed, nodes that come and go."""
 
 import contextlib
+import errno
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import BaseModel, Field, ValidationError
 from vllm import SamplingParams
 
 from benchmarks.models import gemma3_270m
@@ -28,13 +32,22 @@ from tests.harness import (
     tiny_tokenizer,
     to_output,
 )
-from vllm_ringwindow.batch.job import Job, _knows_the_ring
+from vllm_ringwindow.batch.job import (
+    NO_ENGINE,
+    RING_LINE,
+    Job,
+    _knows_the_ring,
+    _matches,
+    _reason,
+    prepare,
+)
 from vllm_ringwindow.batch.results import Results
 from vllm_ringwindow.batch.rows import (
     ADDED,
     Answer,
     Chunk,
     JobError,
+    JobFailed,
     RowError,
     Sampling,
     chunks,
@@ -118,6 +131,19 @@ def test_a_rows_own_sampling_wins():
     assert request.sampling == {"temperature": 0, "max_tokens": 4}
 
 
+def test_null_is_not_given():
+    """Parquet gives each row every field that any row has."""
+    body = {"prompt": "x", "messages": None, "tools": None, "max_tokens": 5}
+    body["max_completion_tokens"] = None
+    row = {"custom_id": "a", "url": "/v1/completions", "body": body}
+    request = parse(json.dumps(row).encode(), DEFAULTS, MODELS)
+    assert request.sampling == {"temperature": 0, "max_tokens": 5}
+    said = {"role": "user", "content": "x"}
+    row = {"prompt": None, "messages": [said | {"tool_calls": None, "name": "n"}]}
+    request = parse(json.dumps(row).encode(), DEFAULTS, MODELS)
+    assert request.messages == [said | {"name": "n"}]
+
+
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_every_row_is_in_one_chunk(tmp_path, size, kind):
@@ -140,6 +166,86 @@ def test_every_row_is_in_one_chunk(tmp_path, size, kind):
             assert row["row"] not in found
             found[row["row"]] = json.loads(row["raw"])["prompt"]
     assert found == {i: text for i, text in enumerate(texts) if i not in done}
+
+
+def test_an_input_cut_short_meanwhile_is_an_error(tmp_path):
+    given = write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}] * 4)
+    (chunk,) = chunks([given], 4, set())
+    write_rows(given, [{"prompt": "x"}] * 3)
+    with pytest.raises(JobError, match="has changed"):
+        read_rows(chunk)
+
+
+def test_chunks_do_not_depend_on_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(Path("in.jsonl"), [{"prompt": "x"}])
+    (chunk,) = chunks(input_files(Path("in.jsonl")), 4, set())
+    assert Path(chunk.path) == tmp_path / "in.jsonl"
+
+
+def run_parquet(tmp_path, *tables: pa.Table) -> pa.Table:
+    """Results of a folder of tables, as if an engine had answered."""
+    (tmp_path / "in").mkdir()
+    for i, table in enumerate(tables):
+        pq.write_table(table, tmp_path / "in" / f"{i}.parquet", row_group_size=2)
+    results = results_of(tmp_path, input=tmp_path / "in")
+    for chunk in chunks(results.files, 2, set()):
+        for row in read_rows(chunk):
+            error = None
+            try:
+                parse(row["raw"], DEFAULTS, MODELS)
+            except RowError as why:
+                error = str(why)
+            results.append([Answer(row["row"], row["raw"], error, "out", "stop")])
+    results.finish()
+    results.close()
+    assert results_of(tmp_path, input=tmp_path / "in").finished
+    return pq.read_table(results.final)
+
+
+def test_parquets_columns_come_back_as_they_are(tmp_path):
+    """Also those that Python cannot hold; a prompt that is not text is a wrong row."""
+    broken = [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"\xffa")]
+    table = pa.table(
+        {
+            "prompt": pa.Array.from_buffers(pa.utf8(), 2, broken),
+            "late": pa.array([2**62, None], pa.timestamp("us")),
+            "bytes": [b"\xff", None],
+            "nothing": pa.nulls(2),
+            "label": pa.array(["x", "y"]).dictionary_encode(),
+            "nested": [{"a": [1, 2]}, None],
+            "nan": [float("nan"), 1.0],
+        }
+    )
+    found = run_parquet(tmp_path, table.slice(0, 0), table)
+    assert found.select(table.schema.names).schema == table.schema
+    assert found["late"].equals(table["late"]) and found["bytes"].equals(table["bytes"])
+    assert found["error"].to_pylist() == ["not UTF-8", None]
+    assert found["output"].to_pylist() == [None, "out"]
+
+
+def test_parquet_of_openais_rows_has_the_answers(tmp_path):
+    rows = [
+        {"custom_id": str(i), "url": url, "body": {"prompt": "x", "messages": None}}
+        for i, url in enumerate(("/v1/completions", "/v1/embeddings"))
+    ]
+    found = run_parquet(tmp_path, pa.Table.from_pylist(rows))
+    assert found["custom_id"].to_pylist() == ["0", "1"]
+    assert found["output"].to_pylist() == ["out", None]
+    error, wrong = found["error"].to_pylist()
+    assert error is None and "expected one of" in wrong
+
+
+def test_wrong_parquet_is_named_before_anything_runs(tmp_path):
+    raw = pa.table({"prompt": [b"bytes"]})
+    assert "got bytes" in run_parquet(tmp_path, raw)["error"][0].as_py()
+    pq.write_table(pa.table({"prompt": ["x"]}), tmp_path / "in" / "1.parquet")
+    with pytest.raises(JobError, match=r"1.parquet: other columns .*\(prompt\)"):
+        results_of(tmp_path, input=tmp_path / "in", output=tmp_path / "new")
+    (tmp_path / "in" / "0.parquet").write_bytes(b"")
+    with pytest.raises(JobError, match="0.parquet: "):
+        results_of(tmp_path, input=tmp_path / "in", output=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def answer(row: int, raw: str, error: str | None = None) -> Answer:
@@ -192,11 +298,48 @@ def test_a_line_cut_off_by_a_kill_is_asked_for_again(tmp_path):
     assert results_of(tmp_path, keep_order=True).finished
 
 
+def test_the_order_can_be_asked_for_later(tmp_path):
+    results = results_of(tmp_path)
+    results.append([answer(i, "{}") for i in (2, 0, 1)])
+    results.finish()
+    results.close()
+    assert list(by_row(results.final)) == [2, 0, 1]
+    again = results_of(tmp_path, keep_order=True)
+    assert again.finished
+    again.finish()
+    assert list(by_row(results.final)) == [0, 1, 2]
+
+
+def test_damaged_files_are_named(tmp_path, monkeypatch):
+    results = results_of(tmp_path)
+    results.append([answer(i, "{}") for i in (0, 1)])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as m, pytest.raises(JobFailed, match="No space left"):
+        m.setattr(os, "fsync", full)
+        results.append([answer(2, "{}")])
+    results.close()
+    first, *rest = results.partial.read_text().splitlines(keepends=True)
+    results.partial.write_text(first + "garbage\n" + "".join(rest))
+    with pytest.raises(JobError, match="partial: line 2 is damaged"):
+        results_of(tmp_path)
+    (tmp_path / "out" / "job.json").write_text("{")
+    with pytest.raises(JobError, match="job.json is damaged"):
+        results_of(tmp_path)
+
+
 def test_another_jobs_results_are_not_added_to(tmp_path):
     first = results_of(tmp_path)
     with pytest.raises(JobError, match="another run is writing"):
         results_of(tmp_path)
     first.close()
+    other = results_of(tmp_path, sampling={"max_tokens": 9})
+    other.close()  # there was nothing yet
+    results = results_of(tmp_path)
+    results.append([answer(0, "{}")])
+    results.close()
     with pytest.raises(JobError, match="another job .differs in: sampling"):
         results_of(tmp_path, sampling={"max_tokens": 9})
     (tmp_path / "in.jsonl").write_text('{"prompt": "as long"}\n' * 3)
@@ -218,6 +361,8 @@ def test_another_jobs_results_are_not_added_to(tmp_path):
         (lambda p: None, "no such file"),
         (lambda p: p.mkdir(), r"expected .jsonl or .parquet"),
         (lambda p: p.write_text("x"), r"expected .jsonl or .parquet"),
+        (os.mkfifo, r"expected .jsonl or .parquet"),
+        (lambda p: (p / "a.jsonl").mkdir(parents=True), "a.jsonl: not a file"),
     ],
 )
 def test_wrong_inputs_are_named(tmp_path, make, told):
@@ -543,11 +688,18 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
     [
         ("none.jsonl out --model MODEL", "none.jsonl: no such file"),
         ("IN out", "the following arguments are required: --model"),
+        ("IN out --model nosuch/model", "outgoing traffic has been disabled"),
+        ("IN out --model MODEL --bogus 1", "unrecognized arguments: --bogus 1"),
+        (f"{'x' * 300}.jsonl out --model MODEL", "File name too long"),
         ("IN out --model MODEL --replicas 0", "'0' is not a number of at least 1"),
         ("IN out --model MODEL --sampling {", "--sampling"),
         ("IN out --model MODEL --sampling []", "--sampling: expected an object"),
         ('IN out --model MODEL --sampling {"heat":1}', "--sampling: heat: "),
         ('IN out --model MODEL --sampling {"top_k":0.5}', "--sampling: top_k: "),
+        ('IN out --model MODEL --sampling {"top_p":7}', "--sampling: top_p must be"),
+        ("IN in.jsonl --model MODEL", "in.jsonl is the input; name another"),
+        ("IN out --model MODEL --max-model-len 99999999", "max_model_len (99999999)"),
+        ("IN out --model MODEL --chat-template binary", "--chat-template binary: not"),
         ("IN out --model MODEL --replicas 99", "--replicas 99: needs 99 CPUs"),
         ("IN out --model MODEL --chat-template no.jinja", "--chat-template no.jinja"),
         ("IN out --model MODEL --ray-address localhost:1", "--ray-address"),
@@ -556,13 +708,16 @@ def test_nodes_come_and_go(gemma, tmp_path, monkeypatch):
 def test_wrong_use(gemma, tmp_path, monkeypatch, capsys, typed, told):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    (tmp_path / "binary").write_bytes(b"\xff")
     typed = typed.replace("MODEL", str(gemma)).replace("IN", "in.jsonl")
     try:
         code = main(["batch", *typed.split()])
     except SystemExit as stop:
         code = stop.code
     assert code == 2
-    assert told in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert told in written
+    assert len(written.splitlines()) < 20  # no usage of 250 lines, no traceback
 
 
 def test_sampling_fields_are_vllms():
@@ -574,3 +729,70 @@ def test_sampling_fields_are_vllms():
     theirs = SamplingParams()
     for name, value in ours.items():
         assert (getattr(theirs, name) or None) == (value or None), name
+
+
+def test_options_of_engines_are_kept(gemma, tmp_path, monkeypatch):
+    """Also a backend; a model's folder is found from other folders."""
+    jobs = []
+
+    def only_note(job, report):
+        jobs.append(job)
+        raise JobFailed("noted [/bold]")
+
+    monkeypatch.setattr("vllm_ringwindow.batch.job.run_job", only_note)
+    monkeypatch.chdir(gemma.parent)
+    typed = ["batch", "in.jsonl", "out", "--model", gemma.name]
+    assert main(typed) == 1
+    assert main([*typed, "--attention-backend", "cpu_attn"]) == 1
+    assert [job.engine["attention_backend"] for job in jobs] == ["RING", "cpu_attn"]
+    assert jobs[0].engine["model"] == str(gemma)
+    assert jobs[0].models() == (gemma.name,)
+
+
+def test_the_option_that_pydantic_refuses_is_named():
+    class Options(BaseModel):
+        max_num_seqs: int = Field(ge=1)
+
+    with pytest.raises(ValidationError) as error:
+        Options(max_num_seqs=0)
+    assert _reason(error.value).startswith("max_num_seqs: Input should be greater")
+
+
+def test_why_an_engine_did_not_start_is_in_its_log(tmp_path):
+    (tmp_path / "worker-1.err").write_text(
+        "INFO 11-30 09:30:57 [report.py:144] ring: on rings: 5 layers\n"
+        "(EngineCore pid=1) ERROR 11-30 09:30:57 [core.py:1510]     raise ValueError(\n"
+        "(EngineCore pid=1) ERROR 11-30 09:30:57 [core.py:1510] ValueError: No room.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert _matches(NO_ENGINE, str(tmp_path), 0) == ["ValueError: No room."]
+    assert _matches(RING_LINE, str(tmp_path), 0) == ["ring: on rings: 5 layers"]
+    assert _matches(RING_LINE, str(tmp_path), time.time() + 60) == []
+
+
+def test_reasons_are_not_markup(gemma, tmp_path, monkeypatch, capsys):
+    given = write_rows(tmp_path / "in.jsonl", [{}])
+    results = results_of(tmp_path)
+    results.append([answer(0, "{}", "unknown role '[/INST]'")])
+    monkeypatch.setattr("vllm_ringwindow.batch.job.run_job", lambda *_: results)
+    assert main(["batch", str(given), "out", "--model", str(gemma)]) == 3
+    assert "row 0: unknown role '[/INST]'" in capsys.readouterr().err
+
+
+def test_what_a_template_does_is_its_rows_error(gemma):
+    """It may write what is no text; what it does not read may be of any depth."""
+    job = Job(Path("in"), Path("out"), {"model": str(gemma)}, DEFAULTS)
+    deep = "[" * 900 + "]" * 900
+    message = f'{{"role": "user", "content": "x", "name": "\\ud800", "more": {deep}}}'
+    row = {"row": 0, "raw": f'{{"messages": [{message}]}}'.encode()}
+    templates = {
+        "{{ messages[0].name }}": "chat template: ",
+        "{{ 1 / 0 }}": "chat template: ",
+        "{% if %}": "chat template: ",
+        "{{ messages[0].content }}": None,
+    }
+    for template, error in templates.items():
+        done = prepare(row, job=replace(job, chat_template=template))
+        assert (done["error"] or "").startswith(error or ""), done
+        assert bool(done["error"]) == bool(error)
+        pickle.dumps(done)

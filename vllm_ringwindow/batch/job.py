@@ -24,6 +24,7 @@ from vllm_ringwindow.batch.rows import (
     Answer,
     Chunk,
     JobError,
+    JobFailed,
     Request,
     RowError,
     chunks,
@@ -31,11 +32,16 @@ from vllm_ringwindow.batch.rows import (
     parse,
     read_rows,
 )
+from vllm_ringwindow.cli.common import first_line
 
 # What Ray counts, not what is used: where every CPU has an engine, rows must still be
 # read beside it.
 ENGINE_CPUS = 0.75
 TASK = {"num_cpus": 0.1, "concurrency": 2}
+
+# In the logs of engines.
+RING_LINE = r"\] (ring: .*)"
+NO_ENGINE = r"ERROR [^]]*\] (\w+(?:Error|Exception): .*)"
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,11 @@ class Job:
         """What must be the same for a re-run to go on where the last one stopped."""
         digests = []
         for path in input_files(self.input):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "blake2b").hexdigest()
+            try:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "blake2b").hexdigest()
+            except OSError as error:
+                raise JobError(f"{path}: {error.strerror}") from None
             digests.append([path.name, digest[:32]])
         return {
             "input": digests,
@@ -92,6 +101,8 @@ def run_job(job: Job, report: Callable[[Progress], None]) -> Results:
         JobError: the job or the cluster cannot run it.
     """
     files = input_files(job.input)
+    if job.output.resolve() == job.input.resolve():
+        raise JobError(f"{job.output} is the input; name another folder")
     results = Results(job.output, job.identity(), files, keep_order=job.keep_order)
     try:
         _run(job, results, report)
@@ -104,6 +115,7 @@ def _run(job: Job, results: Results, report: Callable[[Progress], None]) -> None
     done = len(results.done)
     progress = Progress(done, done, len(results.errors), done)
     if results.finished:
+        results.finish()  # in the order that is asked for now
         report(progress)
         return
     todo = list(chunks(list(results.files), job.batch_size, results.done))
@@ -118,7 +130,7 @@ def _run(job: Job, results: Results, report: Callable[[Progress], None]) -> None
                 progress.output_tokens += answer.completion_tokens
             report(progress)
     if missing := progress.total - progress.done:
-        raise JobError(f"{missing} rows have no result; run it again")
+        raise JobFailed(f"{missing} rows have no result; run it again")
     results.finish()
 
 
@@ -145,7 +157,10 @@ def _answers(job: Job, todo: list[Chunk], progress: Progress) -> Iterator[list[A
                     for row in batch.to_pylist()
                 ]
         except ray.exceptions.RayError as error:
-            raise JobError(f"{_reason(error)} (what led to it: {logs})") from error
+            reason = _reason(error)
+            if "root cause above" in reason:  # of an engine that does not start
+                reason = why_no_engine(logs, started) or reason
+            raise JobFailed(f"{reason} (what led to it: {logs})") from error
 
 
 def _processor(job: Job, max_model_len: int) -> Any:
@@ -155,7 +170,8 @@ def _processor(job: Job, max_model_len: int) -> Any:
 
     context = ray.data.DataContext.get_current()
     for name in ("ray.data", "ray.llm"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+        # What stops the job is raised too, and told in one line.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     context.enable_progress_bars = False
     context.enable_rich_progress_bars = False
     # A row has a Request in it, so Ray Data pickles rows. As Arrow columns they would
@@ -163,17 +179,18 @@ def _processor(job: Job, max_model_len: int) -> Any:
     context.enable_fallback_to_arrow_object_ext_type = True
 
     engine = {k: v for k, v in job.engine.items() if k != "model"}
-    tensor = engine.get("tensor_parallel_size", 1)
+    workers = engine.get("tensor_parallel_size", 1)
+    workers *= engine.get("pipeline_parallel_size", 1)
     kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     if kind == "CPU":
-        engine["distributed_executor_backend"] = "uni" if tensor == 1 else "mp"
+        engine["distributed_executor_backend"] = "uni" if workers == 1 else "mp"
         # Ray Data keeps half of all CPUs for the other stages: too few are left for
         # the engines, and one that has no place yet would stop the others.
         context.op_resource_reservation_enabled = False
     there = int(ray.cluster_resources().get(kind, 0))
-    if job.ray_address is None and job.replicas * tensor > there:
+    if job.ray_address is None and job.replicas * workers > there:
         raise JobError(
-            f"--replicas {job.replicas}: needs {job.replicas * tensor} {kind}s, this "
+            f"--replicas {job.replicas}: needs {job.replicas * workers} {kind}s, this "
             f"machine has {there}"
         )
     config = vLLMEngineProcessorConfig(
@@ -204,6 +221,9 @@ def _processor(job: Job, max_model_len: int) -> Any:
 def _reason(error: BaseException) -> str:
     """The last line that says something, of what happened in a process of Ray's."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if "https://errors.pydantic.dev/" not in line]
+    if len(lines) > 1 and " [type=" in lines[-1]:  # pydantic's; the option's name first
+        return f"{lines[-2]}: {lines[-1].partition(' [type=')[0]}"
     return lines[-1] if lines else type(error).__name__
 
 
@@ -224,7 +244,7 @@ def _model_config(engine: dict[str, Any]) -> Any:
     try:
         return EngineArgs(**engine).create_model_config()
     except (ValueError, OSError) as error:
-        raise JobError(_reason(error)) from error
+        raise JobError(first_line(error)) from error
 
 
 @functools.lru_cache(maxsize=1)
@@ -243,7 +263,9 @@ def prepare(row: dict[str, Any], *, job: Job) -> dict[str, Any]:
     result = row | {"prompt": "", "sampling_params": {}, "error": None, "request": None}
     try:
         request = parse(row["raw"], job.sampling, job.models())
-        result |= {"request": request, "sampling_params": request.sampling}
+        # What _answer() needs of it: messages may be nested too deep to be pickled.
+        kept = Request(None, None, request.sampling)
+        result |= {"request": kept, "sampling_params": request.sampling}
         if request.prompt is not None:
             return result | {"prompt": request.prompt}
         return result | _chat(request, job)
@@ -263,10 +285,10 @@ def _chat(request: Request, job: Job) -> dict[str, Any]:
             tokenize=False,
             add_generation_prompt=True,
         )
+        # A template writes the special tokens itself.
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
     except Exception as error:  # a template raises what it likes
         raise RowError(f"chat template: {error}") from None
-    # A template writes the special tokens itself.
-    tokens = tokenizer(text, add_special_tokens=False).input_ids
     return {"prompt": text, "tokenized_prompt": list(tokens)}
 
 
@@ -307,7 +329,11 @@ def ray_of(address: str | None) -> Iterator[str]:
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
         except OSError as error:
-            raise JobError(f"--ray-address {address}: {error.strerror}") from None
+            reason = error.strerror or error
+            raise JobError(f"--ray-address {address}: {reason}") from None
+    if address is None:
+        # Engines inherit it. What they say about rings is not an error.
+        os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     try:
         context = ray.init(
             address=address or "local",
@@ -315,9 +341,9 @@ def ray_of(address: str | None) -> Iterator[str]:
             logging_level=logging.ERROR,
             include_dashboard=False if address is None else None,
         )
-    except (ConnectionError, ValueError, TimeoutError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise JobError(f"--ray-address {address}: {reason}") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        where = f"--ray-address {address}" if address else "Ray does not start"
+        raise JobError(f"{where}: {first_line(error)}") from error
     try:
         yield f"{context.address_info['session_dir']}/logs"
     finally:
@@ -325,7 +351,7 @@ def ray_of(address: str | None) -> Iterator[str]:
 
 
 def _on_every_node(ask: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-    """(address, answer) of each node that is alive."""
+    """(address, answer) of each node that is alive; one that cannot, its RayError."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -335,8 +361,14 @@ def _on_every_node(ask: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         asked.append(task.options(scheduling_strategy=there).remote(*args))
-    addresses = [node["NodeManagerAddress"] for node in nodes]
-    return list(zip(addresses, ray.get(asked), strict=True))
+    answers: list[tuple[str, Any]] = []
+    for node, ref in zip(nodes, asked):
+        try:
+            answer = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            answer = error
+        answers.append((node["NodeManagerAddress"], answer))
+    return answers
 
 
 def check_nodes() -> None:
@@ -347,7 +379,8 @@ def check_nodes() -> None:
     """
     for address, problem in _on_every_node(_knows_the_ring):
         if problem is not None:
-            raise JobError(f"node {address}: {problem}")
+            reason = problem if isinstance(problem, str) else _reason(problem)
+            raise JobError(f"node {address}: {reason}")
 
 
 def what_engines_say(logs: str, since: float) -> tuple[str, ...]:
@@ -357,18 +390,27 @@ def what_engines_say(logs: str, since: float) -> tuple[str, ...]:
         logs: the folder of Ray's logs, the same on every node.
         since: time of day, in seconds; older files are other jobs'.
     """
-    found = [
-        line for _, lines in _on_every_node(_ring_lines, logs, since) for line in lines
-    ]
-    return tuple(dict.fromkeys(found)) or ("ring: not a word in the engines' logs",)
+    return _logged(RING_LINE, logs, since) or ("ring: not a word in the engines' logs",)
 
 
-def _ring_lines(logs: str, since: float) -> list[str]:
+def why_no_engine(logs: str, since: float) -> str | None:
+    """The last exception that an engine's core has logged."""
+    found = _logged(NO_ENGINE, logs, since)
+    return found[-1] if found else None
+
+
+def _logged(pattern: str, logs: str, since: float) -> tuple[str, ...]:
+    found: list[str] = []
+    for _, lines in _on_every_node(_matches, pattern, logs, since):
+        found += lines if isinstance(lines, list) else []  # the node is gone
+    return tuple(dict.fromkeys(found))
+
+
+def _matches(pattern: str, logs: str, since: float) -> list[str]:
     found = []
     for file in sorted(Path(logs).glob("worker-*")):
         if file.stat().st_mtime >= since:
-            text = file.read_text(errors="replace")
-            found += re.findall(r"\] (ring: .*)", text)
+            found += re.findall(pattern, file.read_text(errors="replace"))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SUFFIXES = {".jsonl", ".parquet"}
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 # Fields of OpenAI's requests that change nothing here.
@@ -31,9 +32,16 @@ ADDED = (
     "error",
 )
 
+# A value of Parquet that JSON does not have.
+NOT_JSON = "not JSON"
+
 
 class JobError(Exception):
     """The job cannot be run; one line for the user."""
+
+
+class JobFailed(JobError):
+    """It was run and broke off; run again it goes on."""
 
 
 class RowError(Exception):
@@ -66,6 +74,13 @@ class Sampling(BaseModel):
     skip_special_tokens: bool = True
     min_tokens: Int = 0
     max_tokens: Int = 16
+
+
+# Columns of Parquet that a request is made of.
+COLUMNS = {
+    *("prompt", "messages", "custom_id", "url", "body"),
+    *(*Sampling.model_fields, *ADDED),
+}
 
 
 def sampling(fields: dict[str, Any]) -> dict[str, Any]:
@@ -104,28 +119,53 @@ def input_files(path: Path) -> list[Path]:
     """The file itself, or a directory's JSONL or Parquet files in order of name.
 
     Raises:
-        JobError: there are none, or both.
+        JobError: there are none, or both, or one cannot be read.
     """
-    if not path.exists():
-        raise JobError(f"{path}: no such file")
-    if path.is_file():
-        files = [path]
-    else:
-        files = sorted(p for p in path.iterdir() if p.suffix in (".jsonl", ".parquet"))
+    files = [path]
+    try:
+        if not path.exists():
+            raise JobError(f"{path}: no such file")
+        if path.is_dir():
+            files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from None
     kinds = {file.suffix for file in files}
-    if not files or not kinds <= {".jsonl", ".parquet"}:
+    if not files or not kinds <= SUFFIXES:
         raise JobError(f"{path}: expected .jsonl or .parquet files")
     if len(kinds) > 1:
         raise JobError(f"{path}: holds both .jsonl and .parquet files; name one kind")
+    for file in files:
+        if not file.is_file():
+            raise JobError(f"{file}: not a file")
     return files
 
 
-def chunks(files: list[Path], size: int, done: set[int]) -> Iterator[Chunk]:
-    """Cut the input into chunks of ``size`` rows, without those that are ``done``.
+def parquet_schema(files: list[Path]) -> Any:
+    """What all of the files have: their rows go into one file of results.
 
     Raises:
-        JobError: a file is not what its name says.
+        JobError: a file has another, or is not Parquet.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schemas = []
+    for file in files:
+        try:
+            schemas.append(pq.read_schema(file))
+        except pa.ArrowInvalid as error:
+            raise JobError(f"{file}: {error}") from None
+        if not schemas[0].equals(schemas[-1]):
+            differ = sorted({f.name for f in set(schemas[0]) ^ set(schemas[-1])})
+            raise JobError(
+                f"{file}: other columns or types than {files[0]} "
+                f"({', '.join(differ) or 'their order'})"
+            )
+    return schemas[0]
+
+
+def chunks(files: list[Path], size: int, done: set[int]) -> Iterator[Chunk]:
+    """Cut the input into chunks of ``size`` rows, without those that are ``done``."""
     before = 0
     for file in files:
         cut = _parquet_chunks if file.suffix == ".parquet" else _jsonl_chunks
@@ -133,7 +173,8 @@ def chunks(files: list[Path], size: int, done: set[int]) -> Iterator[Chunk]:
         for place, count in cut(file, size):
             wanted = tuple(r for r in range(first, first + count) if r not in done)
             if wanted:
-                yield Chunk(str(file), place, first, count, wanted)
+                # Ray's workers may be in another folder.
+                yield Chunk(str(file.absolute()), place, first, count, wanted)
             first += count
         before = first
 
@@ -152,33 +193,53 @@ def _jsonl_chunks(file: Path, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _parquet_chunks(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        meta = pq.ParquetFile(file).metadata
-    except pa.ArrowInvalid as error:
-        raise JobError(f"{file}: {error}") from None
+    meta = pq.ParquetFile(file).metadata
     for group in range(meta.num_row_groups):
         if count := meta.row_group(group).num_rows:
             yield group, count
 
 
 def read_rows(chunk: Chunk) -> list[dict[str, Any]]:
-    """``row`` number and ``raw`` bytes of JSON of each wanted row of a chunk."""
+    """``row`` number and ``raw`` bytes of JSON of each wanted row of a chunk.
+
+    Of Parquet what a request is made of: other columns may not even have a value that
+    Python knows, and are the file's to the end.
+
+    Raises:
+        JobError: the file is not what it was.
+    """
+    wanted = [r - chunk.first_row for r in chunk.wanted]
     if chunk.path.endswith(".parquet"):
         import pyarrow.parquet as pq
 
-        table = pq.ParquetFile(chunk.path).read_row_group(chunk.place)
-        texts = [json.dumps(row, default=str).encode() for row in table.to_pylist()]
+        file = pq.ParquetFile(chunk.path)
+        names = [name for name in file.schema_arrow.names if name in COLUMNS]
+        table = file.read_row_group(chunk.place, columns=names)
+        raws = [_json(table.slice(i, 1)) for i in wanted]
     else:
-        texts = []
+        texts: list[bytes] = []
         with open(chunk.path, "rb") as lines:
             lines.seek(chunk.place)
             while len(texts) < chunk.num_rows:
-                if (line := lines.readline()).strip():
+                if not (line := lines.readline()):
+                    raise JobError(f"{chunk.path} has changed since the job began")
+                if line.strip():
                     texts.append(line)
-    return [{"row": r, "raw": texts[r - chunk.first_row]} for r in chunk.wanted]
+        raws = [texts[i] for i in wanted]
+    return [{"row": r, "raw": raw} for r, raw in zip(chunk.wanted, raws)]
+
+
+def _json(row: Any) -> bytes:
+    """The only row of an Arrow table."""
+    try:
+        (values,) = row.to_pylist()
+    except UnicodeDecodeError:
+        return b"\xff"  # as little UTF-8 as the row is
+    return json.dumps(
+        values, default=lambda value: {NOT_JSON: type(value).__name__}
+    ).encode()
 
 
 # -- what a row asks for ---------------------------------------------------------------
@@ -236,8 +297,7 @@ def parse(raw: bytes, defaults: dict[str, Any], models: tuple[str, ...]) -> Requ
     if field == "prompt":
         _check_prompt(content)
         return Request(content, None, chosen)
-    _check_messages(content)
-    return Request(None, content, chosen)
+    return Request(None, _checked_messages(content), chosen)
 
 
 def is_openai(row: dict[str, Any]) -> bool:
@@ -253,7 +313,11 @@ def _openai_sampling(
         raise RowError(f"model {model!r}: this job answers for {', '.join(models)}")
     if body.get("n") not in (None, 1) or body.get("stream"):
         raise RowError("not supported in a batch: n above 1, stream")
-    fields = {k: v for k, v in body.items() if k != field and k not in IGNORED}
+    fields = {
+        k: v
+        for k, v in body.items()
+        if v is not None and k != field and k not in IGNORED
+    }
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields.pop("max_completion_tokens")
     if unknown := sorted(set(fields) - set(Sampling.model_fields)):
@@ -269,7 +333,7 @@ def _check_prompt(prompt: Any) -> None:
     _check_text(prompt, "prompt")
 
 
-def _check_messages(messages: Any) -> None:
+def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise RowError("messages: expected a list of at least one message")
     for message in messages:
@@ -281,11 +345,17 @@ def _check_messages(messages: Any) -> None:
                 f"{', '.join(ROLES)}"
             )
         _check_text(message.get("content"), "content of a message")
+    # Parquet gives every message what any message has, and templates ask for
+    # "tool_calls is defined".
+    return [{k: v for k, v in m.items() if v is not None} for m in messages]
 
 
 def _check_text(text: Any, what: str) -> None:
     if not isinstance(text, str):
-        raise RowError(f"{what}: expected text, got {type(text).__name__}")
+        kind = type(text).__name__
+        if isinstance(text, dict):
+            kind = text.get(NOT_JSON, kind)
+        raise RowError(f"{what}: expected text, got {kind}")
     if "\0" in text:
         raise RowError(f"{what}: has NUL bytes")
     try:
@@ -310,8 +380,11 @@ class Answer:
     completion_tokens: int = 0
 
 
-def result_line(answer: Answer) -> dict[str, Any]:
-    """A finished row as it is written, in the input's format."""
+def result_line(answer: Answer, *, columns: bool = False) -> dict[str, Any]:
+    """A finished row as it is written, in the input's format.
+
+    ``columns``: of Parquet, where OpenAI's rows get the same columns as others.
+    """
     error = answer.error
     try:
         row = json.loads(answer.raw.decode().removeprefix("\ufeff"))
@@ -324,7 +397,7 @@ def result_line(answer: Answer) -> dict[str, Any]:
         "completion_tokens": answer.completion_tokens,
         "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-    if not is_openai(row):
+    if columns or not is_openai(row):
         return {
             **row,
             "row": answer.row,

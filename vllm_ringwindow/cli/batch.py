@@ -2,8 +2,11 @@
 """``vllm-ringwindow batch``: a file of prompts through vLLM engines, by Ray Data."""
 
 import argparse
+import importlib.util
 import json
+import os
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +64,24 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, engine_options: list[str]) -> int:
+    for module in ("ray", "pyarrow"):
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"needs {module}: pip install 'vllm-ringwindow[batch]'")
+    from rich.text import Text
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
     from vllm_ringwindow.batch.job import Job, run_job
-    from vllm_ringwindow.batch.rows import JobError, sampling
+    from vllm_ringwindow.batch.rows import JobError, JobFailed, sampling
 
     try:
         defaults = json.loads(args.sampling)
         if not isinstance(defaults, dict):
             raise ValueError("expected an object")
         defaults = sampling(defaults)
-    except ValueError as error:
+        # The default of max_tokens is not what a min_tokens is measured by.
+        SamplingParams(**({"max_tokens": None} | defaults))
+    except (ValueError, VLLMValidationError) as error:
         raise UserError(f"--sampling: {error}") from None
     template = None
     if args.chat_template:
@@ -79,8 +91,13 @@ def run(args: argparse.Namespace, engine_options: list[str]) -> int:
             raise UserError(
                 f"--chat-template {args.chat_template}: {error.strerror}"
             ) from None
+        except ValueError:
+            raise UserError(f"--chat-template {args.chat_template}: not text") from None
     with model_directory(args.model) as model:
         engine = changed_options("batch", model, engine_options)
+        if Path(model).is_dir():  # Ray's workers may be in another folder
+            engine.setdefault("served_model_name", model)
+            engine["model"] = str(Path(model).absolute())
         engine.setdefault("attention_backend", "RING")
         job = Job(
             input=args.input,
@@ -96,16 +113,20 @@ def run(args: argparse.Namespace, engine_options: list[str]) -> int:
         out = console("-")  # stderr: stdout is for whoever pipes
         shown = _Shown(out)
         try:
-            with shown:
+            # Ray prints what fails in its processes, traceback and all.
+            with shown, open(os.devnull, "w") as ray, redirect_stdout(ray):
                 results = run_job(job, shown.update)
+        except JobFailed as error:
+            out.print(Text(f"vllm-ringwindow batch: {error}"), soft_wrap=True)
+            return 1
         except JobError as error:
             raise UserError(str(error)) from error
     for row, reason in sorted(results.errors.items())[:10]:
-        out.print(f"[yellow]row {row}[/yellow]: {reason}", markup=True)
+        out.print(Text.assemble((f"row {row}", "yellow"), f": {reason}"))
     if len(results.errors) > 10:
         out.print(f"... and {len(results.errors) - 10} more rows with an error")
     out.print(
-        f"{results.final}: {len(results.done)} rows, {len(results.errors)} errors"
+        Text(f"{results.final}: {len(results.done)} rows, {len(results.errors)} errors")
     )
     return SOME_ROWS_FAILED if results.errors else 0
 

@@ -121,7 +121,11 @@ def engine_args(command: str, model: str, options: Sequence[str]) -> "EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     load_general_plugins()
-    parser = FlexibleArgumentParser(prog=f"vllm-ringwindow {command}", add_help=False)
+    parser = FlexibleArgumentParser(
+        prog=f"vllm-ringwindow {command}",
+        add_help=False,
+        usage=argparse.SUPPRESS,  # 250 lines before the one that tells
+    )
     EngineArgs.add_cli_args(parser)
     namespace = parser.parse_args([*options, "--model", model])
     return EngineArgs.from_cli_args(namespace)
@@ -131,16 +135,20 @@ def changed_options(command: str, model: str, given: Sequence[str]) -> dict[str,
     """What of vLLM's options is not its default, as ``LLM`` takes it, and as JSON can.
 
     Raises:
-        UserError: an option cannot be handed to another process.
+        UserError: vLLM refuses an option, or cannot find what it names, or it cannot
+            be handed to another process.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    chosen = vars(engine_args(command, model, given))
-    default = vars(EngineArgs(model=model))
+    try:
+        chosen = vars(engine_args(command, model, given))
+        default = vars(EngineArgs(model=model))
+    except (OSError, ValueError) as error:
+        raise UserError(first_line(error)) from error
     options = {
         name: value
         for name, value in chosen.items()
-        if name not in ("attention_backend", "model") and value != default[name]
+        if name != "model" and value != default[name]
     }
     for name, value in options.items():
         try:

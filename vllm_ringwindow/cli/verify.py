@@ -65,6 +65,7 @@ def run(args: argparse.Namespace, engine_options: list[str]) -> int:
     out = console(args.json)
     with model_directory(args.model) as model:
         options = _exact_on_cpu(changed_options("verify", model, engine_options))
+        options.pop("attention_backend", None)  # both are compared
         found = _verify(args, options, out)
     result = asdict(found) | {"model": args.model, "passed": found.passed}
     if args.json:
