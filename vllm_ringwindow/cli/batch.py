@@ -61,6 +61,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, engine_options: list[str]) -> int:
+    import ray  # noqa: F401  if it is missing, before anything is written
+
     from vllm_ringwindow.batch.job import Job, run_job
     from vllm_ringwindow.batch.rows import JobError, sampling
 
