@@ -20,6 +20,10 @@ test: venv
 long: venv
 	$(VENV)/bin/python -m pytest -q -m long --durations=15 tests
 
+# The plugin on other vLLM releases; downloads their wheels (300 MB each) once.
+compat: venv
+	$(VENV)/bin/python -m tests.versions --save
+
 # Random configurations, ring against stock. A failure prints a one-line reproducer.
 MINUTES ?= 5
 fuzz: venv
@@ -46,7 +50,7 @@ dist: venv
 	$(VENV)/bin/python -m build -q
 	$(VENV)/bin/twine check --strict dist/*
 
-# Keeps $(VENV), and the model in ~/.cache/vllm-ringwindow.
+# Keeps $(VENV), those of `make compat`, and the model in ~/.cache/vllm-ringwindow.
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks tests vllm_ringwindow -name __pycache__ -prune -exec rm -r {} +

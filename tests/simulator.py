@@ -50,6 +50,7 @@ from vllm_ringwindow.attention.metadata import (
     staged_view,
 )
 from vllm_ringwindow.attention.staging import staging_blocks
+from vllm_ringwindow.compat import plan_kv_cache
 from vllm_ringwindow.core.manager import RingBlockManager
 from vllm_ringwindow.core.spec import RingParams, RingWindowSpec
 
@@ -112,7 +113,7 @@ def plan(
     config.cache_config.num_gpu_blocks_override = num_blocks
     config.cache_config.kv_cache_layout = "LBHNC"  # as the CPU backend resolves it
     config.cache_config.num_gpu_blocks = num_blocks
-    (kv_cache_config,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [1 << 40])
+    (kv_cache_config,) = plan_kv_cache(config, [specs], [1 << 40])
     return kv_cache_utils.generate_scheduler_kv_cache_config([kv_cache_config])
 
 

@@ -125,6 +125,8 @@ def test_a_rows_own_sampling_wins():
     raw = b'{"prompt": "x", "max_tokens": 3, "top_p": 0.5, "min_p": null, "tag": []}'
     request = parse(raw, DEFAULTS, MODELS)
     assert request.sampling == {"temperature": 0, "max_tokens": 3, "top_p": 0.5}
+    request = parse(b'{"prompt": "x", "max_tokens": 3.0}', DEFAULTS, MODELS)
+    assert repr(request.sampling["max_tokens"]) == "3"
     body = {"prompt": "x", "max_completion_tokens": 4, "model": "served", "user": "u"}
     row = {"custom_id": "a", "url": "/v1/completions", "body": body}
     request = parse(("\ufeff" + json.dumps(row) + "\r\n").encode(), DEFAULTS, MODELS)

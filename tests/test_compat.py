@@ -17,7 +17,6 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -46,7 +45,7 @@ WRAPPED = {
         ("vllm.v1.metrics.loggers:StatLoggerManager", "__init__"),
         ("vllm.v1.metrics.loggers:StatLoggerManager", "record"),
     ],
-    "start-up report": [("vllm.v1.core.kv_cache_utils", "get_kv_cache_configs")],
+    "start-up report": [(compat.planner(), "get_kv_cache_configs")],
 }
 # What else a patch needs to find.
 NEEDED = {
@@ -226,7 +225,7 @@ def test_vllm_still_cannot_promote_a_spec_with_fields_of_its_own():
         "sliding": OneMoreField(**common, sliding_window=64),
     }
     with pytest.raises(TypeError, match="unexpected keyword argument 'more'"):
-        kv_cache_utils._promote_local_kv_cache_specs(specs)
+        compat.planner()._promote_local_kv_cache_specs(specs)
 
 
 def test_vllm_still_does_not_ask_managers_whether_a_hit_is_pending():

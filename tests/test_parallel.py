@@ -9,7 +9,6 @@ pickling stand in for them.
 import pytest
 import ray
 from vllm.config import VllmConfig
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from tests.harness import (
@@ -24,6 +23,7 @@ from tests.harness import (
     server,
 )
 from tests.simulator import make_config, make_specs
+from vllm_ringwindow.compat import plan_kv_cache
 from vllm_ringwindow.core.spec import RingWindowSpec
 from vllm_ringwindow.report import decision
 
@@ -105,7 +105,7 @@ def test_case_24_ranks_with_unequal_layer_mixes_agree(gemma, first, second):
         parts = names[: len(first)], names[len(first) :]
         ranks = [{name: specs[name] for name in part} for part in parts]
         memory = [1 << 24, 1 << 26]
-        return specs, kv_cache_utils.get_kv_cache_configs(config, ranks, memory)
+        return specs, plan_kv_cache(config, ranks, memory)
 
     specs, plans = plan_ranks(ring=True)
     _, stock_plans = plan_ranks(ring=False)

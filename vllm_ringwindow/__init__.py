@@ -5,6 +5,7 @@
 process. ``geometry`` and ``reference`` need no vLLM.
 """
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
 
 __version__ = "0.1.0"
@@ -46,9 +47,9 @@ def register() -> None:
     try:
         vllm_version()
     except ImportError as error:
-        from vllm.logger import init_logger
-
-        init_logger("vllm.ringwindow").error("%s; the ring backend is off", error)
+        # A child of vLLM's logger, if there is a vLLM.
+        logger = logging.getLogger("vllm.ringwindow")
+        logger.error("%s; the ring backend is off", error)
         return
     from vllm_ringwindow.compat import apply_all
 

@@ -13,13 +13,18 @@ import inspect
 import sys
 from collections.abc import Callable
 from enum import Enum
+from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 from vllm_ringwindow import policy, vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MARK = "_ringwindow_original"
 STATS_KEY = "ringwindow"
@@ -380,30 +385,44 @@ def _ringwindow_state(self, request_id: str | None = None) -> dict | None:
 # -- what was decided --------------------------------------------------------------
 
 
-def config_is_announced() -> bool:
-    from vllm.v1.core import kv_cache_utils
+def planner() -> ModuleType:
+    """vLLM's planner: a module of its own since 0.33."""
+    try:
+        return import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return import_module("vllm.v1.core.kv_cache_utils")
 
-    return hasattr(kv_cache_utils, "register_kv_cache_config_listener")
+
+def plan_kv_cache(
+    vllm_config: "VllmConfig", specs: list[dict[str, KVCacheSpec]], memory: list[int]
+) -> list[KVCacheConfig]:
+    """What the planner makes of each rank's specs and bytes."""
+    found = planner()
+    if find_groups := getattr(found, "get_global_kv_cache_groups", None):
+        groups = find_groups(vllm_config, specs)  # a step of its own since 0.33
+        return found.get_kv_cache_configs(vllm_config, specs, memory, groups)
+    return found.get_kv_cache_configs(vllm_config, specs, memory)
+
+
+def config_is_announced() -> bool:
+    return hasattr(planner(), "register_kv_cache_config_listener")
 
 
 def use_config_listener() -> None:
-    from vllm.v1.core.kv_cache_utils import register_kv_cache_config_listener
-
-    register_kv_cache_config_listener(_report)
+    planner().register_kv_cache_config_listener(_report)
 
 
 def report_decision() -> None:
-    from vllm.v1.core import kv_cache_utils
-
+    found = planner()
     _wrap(
-        kv_cache_utils,
+        found,
         "get_kv_cache_configs",
         ["vllm_config", "kv_cache_specs"],
         _report_configs,
     )
     # The engine core imported it by name.
     if core := _engine_core("get_kv_cache_configs"):
-        vars(core)["get_kv_cache_configs"] = kv_cache_utils.get_kv_cache_configs
+        vars(core)["get_kv_cache_configs"] = found.get_kv_cache_configs
 
 
 def _report_configs(original, vllm_config, kv_cache_specs, *args, **kwargs):
@@ -505,7 +524,8 @@ PATCHES = (
     ),
     Patch(
         name="start-up report",
-        target="vllm.v1.core.kv_cache_utils.get_kv_cache_configs",
+        target="vllm.v1.core.kv_cache_utils.get_kv_cache_configs; since 0.33 of "
+        "vllm.v1.core.kv_cache_planning",
         why="the one place that knows groups, blocks and configuration together",
         upstream="no hook",
         remove_when="plugins are told the final KVCacheConfig",

@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_ringwindow import report
+from vllm_ringwindow.compat import plan_kv_cache
 from vllm_ringwindow.core.spec import RingWindowSpec
 from vllm_ringwindow.geometry import cdiv
 
@@ -203,7 +204,7 @@ def kv_cache_config(
 ) -> KVCacheConfig | None:
     """What vLLM's planner makes of ``kv_bytes`` per rank; None if it does not start."""
     try:
-        planned = kv_cache_utils.get_kv_cache_configs(
+        planned = plan_kv_cache(
             config, [dict(specs) for specs in ranks], [kv_bytes] * len(ranks)
         )
     except ValueError as error:

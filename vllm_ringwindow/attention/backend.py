@@ -26,6 +26,8 @@ class RingBackendMixin:
     """Goes before the inner backend's class."""
 
     forward_includes_kv_cache_update = True
+    # vLLM 0.33: a fused kernel that writes K/V before forward() would not stage them.
+    supports_kv_cache_update_bypass = False
 
     @classmethod
     def select_for_layer(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SUFFIXES = {".jsonl", ".parquet"}
@@ -48,7 +48,13 @@ class RowError(Exception):
     """A row cannot be answered; the reason, for its result."""
 
 
-Int = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+def _whole(value: Any) -> Any:
+    """3.0 is 3: a column of integers with gaps is one of floats in pandas."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**31), lt=2**31)]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)]
 
 
 class Sampling(BaseModel):
@@ -63,7 +69,7 @@ class Sampling(BaseModel):
     top_p: float = 1
     top_k: Int = 0
     min_p: float = 0
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed | None = None
     stop: str | list[str] = []
     stop_token_ids: list[Int] = []
     presence_penalty: float = 0

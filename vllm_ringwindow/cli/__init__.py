@@ -11,6 +11,16 @@ import os
 import sys
 from collections.abc import Sequence
 
+_VLLM = "'vllm-ringwindow[cpu]' or 'vllm-ringwindow[cuda]'"
+# What is not a requirement of the package -> what brings it.
+_EXTRAS = {
+    "vllm": _VLLM,
+    "torch": _VLLM,
+    "pyarrow": "'vllm-ringwindow[batch]'",
+    "ray": "'vllm-ringwindow[batch]'",
+    "pydantic": "'vllm-ringwindow[batch]'",
+}
+
 
 class UserError(Exception):
     """One line for the user; exit code 2."""
@@ -29,6 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args, engine_options)
     except UserError as error:
         print(f"vllm-ringwindow {args.command}: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extras = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extras is None:
+            raise
+        print(
+            f"vllm-ringwindow {args.command}: needs {error.name}, which is not "
+            f"installed here: pip install {extras}",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         return 130

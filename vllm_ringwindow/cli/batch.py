@@ -2,7 +2,6 @@
 """``vllm-ringwindow batch``: a file of prompts through vLLM engines, by Ray Data."""
 
 import argparse
-import importlib.util
 import json
 import os
 import time
@@ -64,9 +63,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, engine_options: list[str]) -> int:
-    for module in ("ray", "pyarrow"):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"needs {module}: pip install 'vllm-ringwindow[batch]'")
+    import ray  # noqa: F401  if it is missing, before anything is written
     from rich.text import Text
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError

@@ -289,10 +289,13 @@ class RingBlockManager(SlidingWindowManager):
         return Rest(slots=slots, leaves=leaves, fills=fills)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        blocks = super().pop_blocks_for_free(request_id)
-        if ring := self._rings.pop(request_id, None):
+        ring = self._rings.pop(request_id, None)
+        if ring is not None:
+            # Before they are popped: vLLM 0.33 leaves out leading null blocks.
             for i in ring.lent:
-                blocks[i] = self._null_block
+                self.req_to_blocks[request_id][i] = self._null_block
+        blocks = super().pop_blocks_for_free(request_id)
+        if ring is not None:
             held = sum(not block.is_null for block in blocks)
             self.counts.released += held
             self.counts.held -= held
