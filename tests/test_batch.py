@@ -32,15 +32,14 @@ from tests.harness import (
     tiny_tokenizer,
     to_output,
 )
-from vllm_ringwindow.batch.job import (
+from vllm_ringwindow.batch.cluster import (
     NO_ENGINE,
     RING_LINE,
-    Job,
     _knows_the_ring,
     _matches,
-    _reason,
-    prepare,
+    last_line,
 )
+from vllm_ringwindow.batch.job import Job, prepare
 from vllm_ringwindow.batch.results import Results
 from vllm_ringwindow.batch.rows import (
     ADDED,
@@ -757,7 +756,7 @@ def test_the_option_that_pydantic_refuses_is_named():
 
     with pytest.raises(ValidationError) as error:
         Options(max_num_seqs=0)
-    assert _reason(error.value).startswith("max_num_seqs: Input should be greater")
+    assert last_line(error.value).startswith("max_num_seqs: Input should be greater")
 
 
 def test_why_an_engine_did_not_start_is_in_its_log(tmp_path):

@@ -3,4 +3,5 @@
 
 ``rows``: the input cut into chunks, a row's request, its result. ``results``: the
 output folder, exact whatever was killed. ``job``: Ray Data's LLM processor between.
+``cluster``: Ray's nodes, and the logs of engines.
 """
