@@ -110,8 +110,10 @@ def serve(codes: list[str], requests: list[tuple], **env: str) -> Served:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    # Commands that ran in this process have set where vLLM logs to.
+    leave = (*TEST_ENVIRONMENT, "VLLM_LOGGING_STREAM")
     env = {
-        **{k: v for k, v in os.environ.items() if k not in TEST_ENVIRONMENT},
+        **{k: v for k, v in os.environ.items() if k not in leave},
         **{"VLLM_LOGGING_LEVEL": "INFO", "RAY_USAGE_STATS_ENABLED": "0"},
         **env,
     }
