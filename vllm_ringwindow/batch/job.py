@@ -182,7 +182,8 @@ def _processor(job: Job, max_model_len: int) -> Any:
     workers *= engine.get("pipeline_parallel_size", 1)
     kind = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
     if kind == "CPU":
-        engine["distributed_executor_backend"] = "uni" if workers == 1 else "mp"
+        executor = "uni" if workers == 1 else "mp"
+        engine.setdefault("distributed_executor_backend", executor)
         # Ray Data keeps half of all CPUs for the other stages: too few are left for
         # the engines, and one that has no place yet would stop the others.
         context.op_resource_reservation_enabled = False

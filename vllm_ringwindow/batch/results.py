@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ringwindow.batch.rows import (
+    ADDED,
     Answer,
     JobError,
     JobFailed,
@@ -197,15 +198,7 @@ class Results:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        ours = {
-            "row": pa.int64(),
-            "output": pa.string(),
-            "finish_reason": pa.string(),
-            "prompt_tokens": pa.int64(),
-            "completion_tokens": pa.int64(),
-            "total_tokens": pa.int64(),
-            "error": pa.string(),
-        }
+        ours = {name: pa.type_for_alias(kind) for name, kind in ADDED.items()}
         found = {line["row"]: line for line in self._lines()}
         kept = [name for name in self.schema.names if name not in ours]
         schema = pa.schema(

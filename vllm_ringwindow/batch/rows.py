@@ -21,16 +21,16 @@ URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 # Fields of OpenAI's requests that change nothing here.
 IGNORED = ("model", "user", "metadata", "n", "stream")
 
-# What a result adds to a row that is not of OpenAI's format.
-ADDED = (
-    "row",
-    "output",
-    "finish_reason",
-    "prompt_tokens",
-    "completion_tokens",
-    "total_tokens",
-    "error",
-)
+# What a result adds to a row that is not of OpenAI's format, as Arrow types.
+ADDED = {
+    "row": "int64",
+    "output": "string",
+    "finish_reason": "string",
+    "prompt_tokens": "int64",
+    "completion_tokens": "int64",
+    "total_tokens": "int64",
+    "error": "string",
+}
 
 # A value of Parquet that JSON does not have.
 NOT_JSON = "not JSON"
@@ -271,14 +271,7 @@ def parse(raw: bytes, defaults: dict[str, Any], models: tuple[str, ...]) -> Requ
     Raises:
         RowError: why it cannot be answered.
     """
-    try:
-        row = json.loads(raw.decode().removeprefix("\ufeff"))
-    except UnicodeDecodeError:
-        raise RowError("not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"invalid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise RowError(f"expected an object, got {type(row).__name__}")
+    row = _object(raw)
     if is_openai(row):
         url = row.get("url")
         field = URLS.get(url) if isinstance(url, str) else None
@@ -304,6 +297,18 @@ def parse(raw: bytes, defaults: dict[str, Any], models: tuple[str, ...]) -> Requ
         _check_prompt(content)
         return Request(content, None, chosen)
     return Request(None, _checked_messages(content), chosen)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(raw.decode().removeprefix("\ufeff"))
+    except UnicodeDecodeError:
+        raise RowError("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"invalid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RowError(f"expected an object, got {type(row).__name__}")
+    return row
 
 
 def is_openai(row: dict[str, Any]) -> bool:
@@ -393,10 +398,8 @@ def result_line(answer: Answer, *, columns: bool = False) -> dict[str, Any]:
     """
     error = answer.error
     try:
-        row = json.loads(answer.raw.decode().removeprefix("\ufeff"))
-    except (ValueError, RecursionError):
-        row = {}
-    if not isinstance(row, dict):
+        row = _object(answer.raw)
+    except RowError:
         row = {}
     usage = {
         "prompt_tokens": answer.prompt_tokens,
